@@ -244,7 +244,9 @@ class Lab:
         return loss
 
     def _expect_time(self, kind: str) -> None:
-        """Of a kind that has not run, twice what the trunk's needs."""
+        """Raise OutOfTime before a branch that would not fit into the time. A kind that has not run is
+        expected to take twice as long as the trunk.
+        """
         known = self.seconds.get(kind) or 2 * self.seconds.get(self.plan.trunk, 0.0)
         evaluations = -(-self.plan.steps // (self.plan.evaluate_every or self.plan.steps))
         needed = self.plan.steps * known + evaluations * self.evaluation_s

@@ -37,7 +37,7 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Of at least one value, by Student's t."""
+        """The interval of at least one value, by Student's t."""
         mean, free = float(np.mean(values)), len(values) - 1
         if not free:
             return cls(mean, math.nan, math.nan)
@@ -155,7 +155,9 @@ def gap(run: Run, base: Run, first: int = 0, last: int | None = None) -> float:
 
 
 def held_out_gap(run: Run, base: Run, step: str) -> float:
-    """The same of the held-out losses at a step; NaN where one was not evaluated there."""
+    """The held-out loss of a run at a step over that of its partner, minus 1; NaN where one of them was
+    not evaluated there.
+    """
     losses = run.held_out.get(step, math.nan), base.held_out.get(step, math.nan)
     return losses[0] / losses[1] - 1
 

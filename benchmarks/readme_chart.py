@@ -36,7 +36,7 @@ class Page:
 
     @property
     def colours(self) -> dict[str, str]:
-        """Of a figure, as matplotlib's settings."""
+        """The colours of a figure as matplotlib's settings."""
         ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
         ground = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
         return {**dict.fromkeys(ink, self.ink), **dict.fromkeys(ground, self.ground)}

@@ -34,9 +34,9 @@ Tensor = torch.Tensor
 
 
 class Output(NamedTuple):
-    """Of one layer: its `values` `[T, H]`; of an MoE layer also the balance loss (1 when balanced),
-    the z loss, and slots per expert fp32 `[E]` of all ranks' tokens. Of the decoder: logits
-    `[T, V]`, the losses summed over MoE layers, and slots `[L_moe, E]`.
+    """A layer gives its `values` `[T, H]`; an MoE layer also the balance loss (1 when balanced), the z
+    loss, and slots per expert fp32 `[E]` of all ranks' tokens. The decoder gives logits `[T, V]`,
+    the losses summed over MoE layers, and slots `[L_moe, E]`.
     """
 
     values: Tensor

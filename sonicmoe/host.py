@@ -139,7 +139,7 @@ def install_hint(framework: str) -> str:
 
 
 def too_old(paddle: str) -> str:
-    """What is said of a Paddle of that version, which has no torch proxy."""
+    """The error text for a Paddle of that version, which has no torch proxy."""
     needed = f"sonicmoe needs paddle >= 3.3.0: {install_hint('paddle')}"
     return f"paddle {paddle} has no torch proxy; {needed}"
 

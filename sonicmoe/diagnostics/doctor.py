@@ -35,7 +35,7 @@ DISTRIBUTIONS = (
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 CARRIER = "paddlefleet_ops"  # of Paddle; it brings a sonicmoe along inside
 LOW_SPACE_BYTES = 1 << 30
-# Those of the self-test, in the order in which it runs and the screen shows them.
+# The self-test runs these precisions in this order, in which the screen shows them too.
 PRECISIONS = ("bf16", "fp8")
 COMPILE_COMMAND = "sonicmoe doctor --self-test"
 ERROR, WARNING = "error", "warning"

@@ -10,11 +10,11 @@ quantised and token-major (in dz, y1s), or rows in bf16 (dz_rows, y1s_rows) for 
 are not computed in FP8.
 
 A weight gradient goes to a destination (dw1, dw2), which is an object of the module whose kernel adds
-to it. Biases and factors of low-rank adapters are bound with the
-weights; the factors as forward reads them, or transposed for the backward. Passes write the narrow
-products: u (up_u, down_u) in forward, v (down_v, up_v) in dgated. dgated sums the gradients of biases
-and of second factors too, where it is given memory for them: later there are no codes of dz by rows,
-nor always values of dout. `adapters` sums those of the first factors.
+to it. Biases and factors of low-rank adapters are bound with the weights; the factors as forward
+reads them, or transposed for the backward. Passes write the narrow products: u (up_u, down_u) in
+forward, v (down_v, up_v) in dgated. dgated sums the gradients of biases and of second factors too,
+where it is given memory for them, because later there are no codes of dz by rows, nor always values of
+dout. `adapters` sums those of the first factors.
 
 Legend: R padded rows in expert order; other letters as in `interface`.
 """
@@ -102,7 +102,7 @@ VOCABULARY = Vocabulary(
 
 _FORMATS = {
     "tokens": Format(RECIPE.x),
-    # What was built for INT8 alone writes codes that read as adaptive ones do.
+    # A kernel that was built for INT8 alone writes codes that are read as adaptive ones.
     "z": Format(RECIPE.z, Code.ADAPTIVE),
     "dz": Format(RECIPE.dz),
     "dz_operand": Format(RECIPE.wgrad_dz, orientation=Orientation.COLUMNS),
@@ -239,7 +239,7 @@ _OPERANDS = Rule(
     ("dz y1s", "dz_rows y1s_rows", "y1s", ""),
 )
 
-# Of each pass its stages, the buffers that its scratch lies in, and which arguments exclude others. A
+# Each pass has stages, buffers that its scratch lies in, and rules which arguments exclude others. A
 # part that several buffers have is cut from the first that a call gives.
 PASSES = {
     name: (stages_of(text, _WORDS, _FORMATS), buffers, rules)

@@ -181,7 +181,7 @@ class Programs:
         self.bind = by_keyword(native.make_bound(self.fields(bound)), bound)
 
     def fields(self, names: Iterable[str]) -> list[tuple[Any, ...]]:
-        """As `fields.hpp` takes them."""
+        """The entries of these names in the form that `fields.hpp` takes."""
         return [self._field(name) for name in names]
 
     def _field(self, name: str) -> tuple[Any, ...]:
@@ -196,7 +196,7 @@ class Programs:
         return (name, ELEMENTS.index(element), text.endswith(" strided"), *numbers)
 
     def dtype(self, name: str) -> torch.dtype:
-        """That of a part."""
+        """The dtype of a part."""
         return _DTYPES[self._tensors[name].split()[0]]
 
     def told(self, parts: Sequence[Part], slots: _Slots) -> list[tuple[int, ...]]:
@@ -213,10 +213,8 @@ class Programs:
         slots, memory = _Slots(), self.vocabulary.memory
         parts = parts_of(memory, memory)
         told = self.told(parts, slots)
-        ends, names = (
-            self.native.part_ends(letters, self.fields(slots), told),
-            [p[1::-1] for p in parts],
-        )
+        ends = self.native.part_ends(letters, self.fields(slots), told)
+        names = [(part.buffer, part.name) for part in parts]
         return lambda *sizes: dict(zip(names, map(int, ends(*sizes)), strict=True))
 
 
@@ -254,7 +252,7 @@ class Program:
         held = [each for each in head if each in memory]
         self._parts = parts_of(memory, (*held, *buffers.split()))
         parts = of.told(self._parts, slots)
-        # What is neither bound, nor of the head, nor cut, nor constant comes with a call.
+        # A name that is not bound, not in the head, not a part and no constant is an argument of a call.
         known = {*CONSTANTS, *(part.name for part in self._parts)}
         own = [each for each in list(slots)[len(bound) + len(before) :] if each not in known]
         arguments = *before, *(slots[each] for each in own)

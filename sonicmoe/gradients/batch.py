@@ -61,7 +61,7 @@ class GradientBatch:
     @property
     def written_memory(self) -> list[Tensor]:
         """The `main_grad` of each parameter whose gradient is written, where there is memory."""
-        # What was made for None is not bound yet.
+        # Memory that was made for a `main_grad` of None is not bound yet.
         memory = [
             self.fresh.get(index, getattr(parameter, "main_grad", None))
             for index, parameter in enumerate(self.parameters)

@@ -345,7 +345,8 @@ class GradientSink:
         """Targets over `main_grads`, with what is known of that memory. A trainer may have replaced any
         of them, so every backward looks.
         """
-        # Of two parameters each may be added to by itself; of many, all are looked at as one.
+        # Where there are two parameters one may be added to without the other, so each case is known by
+        # itself. Many parameters are looked at as one.
         which, layout = tuple(trained) if len(trained) == 2 else (), self._layer.layout
         seen = self._seen.get(which)
         if seen is not None and seen[0] == layout and seen[1].is_of(main_grads):

@@ -47,7 +47,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def dtype_of(tokens: Tokens | None) -> torch.dtype:
-    """Of the values that they stand for: senders quantise bf16."""
+    """The dtype of the values of these tokens. Codes have bf16 values, because senders quantise bf16."""
     assert tokens is not None
     return torch.bfloat16 if isinstance(tokens, BlockScaledTensor) else tokens.dtype
 
@@ -302,11 +302,12 @@ class PassedFunction(torch.autograd.Function):
         if ctx.scales is not None:
             adapters, tensors = Adapters.of(tensors[:4], ctx.scales), tensors[4:]
         saved = ctx.spec.unpack(tensors)
-        # Only z is memory of our own. Whoever observes the call, or listens, may look at it afterwards.
+        # Only z is memory of our own. An observer or a listener may look at it afterwards.
         is_watched = seen is not None or is_awaited() or is_heard()
         saved.donated = not is_watched and not keeps_graph()
-        given: Any = {"plan": ctx.plan, "reading": ctx.reading}
-        call = PassedCall(**given, routes=None, weights=weights, adapters=adapters)
+        call = PassedCall(
+            plan=ctx.plan, reading=ctx.reading, routes=None, weights=weights, adapters=adapters
+        )
         if seen is not None:
             call.routes, call.is_sorted, call.module = seen.routes, seen.is_sorted, seen.module
         dx, dprobs, gradients = call.backward(dout, saved, ctx.dtypes, trained)

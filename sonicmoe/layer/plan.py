@@ -131,8 +131,8 @@ class OwnPlan:
         self.config = config
         self._layer, self._sizes = (activation, parameters), sizes
         self._separate, self._face = separate, face
-        # What was resolved, and its plan, in one tuple, because threads may run calls of one layer;
-        # and what the last call asked for, with the plan that fits.
+        # Each is one tuple, because threads may run calls of one layer: the configuration as resolved
+        # with its plan, and the question of the last call with the plan that fits it.
         self._made: tuple[Any, ...] = (None, None)
         self._bound: tuple[Any, ...] = (None, None)
 
@@ -173,7 +173,7 @@ class OwnPlan:
         return bound[1]  # type: ignore[no-any-return]
 
     def fitted_to_weight(self, weight: Tensor) -> Plan:
-        """The same before any tokens came."""
+        """The plan of a layer that no tokens have reached yet, fitted to the device of a weight."""
         with self.scope():
             return self.fitted(weight, dtype_beside(weight))
 

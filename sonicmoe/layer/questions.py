@@ -16,10 +16,12 @@ STEPS = 8
 
 
 class Questions:
-    """What is asked about one layer. steps: how often `step()` came. uncleared: how many steps have begun with the
-    `main_grad` that the one before left; below 0 where that is not asked, or was answered. left: what
-    identifies it, and the sum of its values; same: whether all those sums stayed and were not 0. Both
-    are on its device.
+    """The state of both questions about one layer.
+
+    steps: how often `step()` came. uncleared: how many steps have begun with the `main_grad` that the
+        one before left; below 0 where nobody asks that, or it was answered. seen: `steps` when a
+        backward looked last. left: the identity of that memory. sum: of its values. same: whether
+        all those sums stayed and were not 0. The last two are on its device.
     """
 
     steps = uncleared = seen = 0

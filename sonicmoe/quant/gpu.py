@@ -80,8 +80,8 @@ class QuantizedWeights:
 
     Before a capture, call `update` once: a graph does not learn new addresses, and codes that are
     not current would be made at every replay. Buffers are overwritten in place, in stream order: no
-    forward may be outstanding whose backward still needs the old codes. Whoever calls from several
-    streams orders them, as `PreparedWeights` does.
+    forward may be outstanding whose backward still needs the old codes. A caller from several streams
+    orders them, as `PreparedWeights` does.
     """
 
     def __init__(self, iso_weight: bool = False) -> None:

@@ -402,7 +402,7 @@ def test_a_copy_is_compiled_in_a_process_that_knows_no_plan(monkeypatch):
 
 @KINDS
 def test_a_copy_has_codes_of_its_own(kind):
-    """As pipeline parallelism copies a model, once for each stage, before FSDP2 takes it."""
+    """Pipeline parallelism copies a model once for each stage, before FSDP2 takes it."""
     made = overridden(stock_config(kind), gather_codes=True, fp8_mode="perf").experts.build()
     ours, other = made.inner_experts, copy.deepcopy(made.inner_experts)
     for module in (ours, other):

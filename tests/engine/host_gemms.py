@@ -170,7 +170,7 @@ def decoded(codes, atoms):
 
 
 class MxRows:
-    """As `ExpertRows`, of the padded rows."""
+    """Stands for `ExpertRows`, and has the padded rows."""
 
     def __init__(self, routing):
         self.cu_rows = routing.padded_offsets.to(torch.int32)

@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_read_or_refused(saved, tmp_path, request):
 
 
 HEAD = "main/weight/lm_head.weight"
-# What makes a checkpoint, sound as a file, no run: changes of its header and arrays.
+# Changes of a header or of arrays after which a file is sound and the checkpoint is none of a run.
 FOREIGN = {
     "text step": lambda header, arrays: header.update(step="two"),
     "negative step": lambda header, arrays: header.update(step=-1),

@@ -113,7 +113,7 @@ class TestTheHandle:
 
 
 def test_a_handle_that_is_refused_stays_filled(dout):
-    """Whoever gets the error finds what it is about."""
+    """A user who gets the error can look at the handle that it is about."""
     handle = filled(dout) | {"event": None}
     with pytest.raises(ConfigError, match="has the keys"):
         CombineGradient(handle).take(dout)

@@ -51,7 +51,7 @@ def test_state_dict(activation, width, bias):
 
 
 def test_linear_maps_have_biases_unless_told_otherwise():
-    """As upstream's `Experts`."""
+    """Upstream's `Experts` have them too."""
     assert Experts(2, 3, 4).bias.shape == (2, 4) and not Experts(2, 3, 4).bias.any()
     assert Experts(2, 3, 4, add_bias=False).bias is None
 

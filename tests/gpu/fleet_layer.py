@@ -81,7 +81,7 @@ def call_fleet(weights, batch, engine, config):
 
 
 def fleet_arguments(weights, batch, handle, config):
-    """Of `run_sonic_moe` behind an FP8 dispatch: tokens quantised as the sender does it."""
+    """The arguments that `run_sonic_moe` gets behind an FP8 dispatch, whose sender quantised the tokens."""
     codes, words = quantize_activation_blockscaled_fast(batch.x, pack_scale_words=True)
     return {
         "hidden_states": codes,
@@ -109,7 +109,7 @@ def give_copies(weights, *, iso32):
 
 
 def take_copies(weights):
-    """As Fleet does before the optimizer."""
+    """Drop the copies, which Fleet does before the optimizer."""
     clear_all_fp8_weight_caches()
     for weight in weights:
         weight.fp8 = weight.transposed_fp8 = None

@@ -74,8 +74,9 @@ class Case:
 
     arrangement: how weights lie; "concat" is native with rows in halves, "turned" the fused one with
     columns in turns. recipe: "none", or of FP8. own: the layer has activation parameters of its own.
-    adapters: projections that have a low-rank pair. trains: which of weights and biases. gradients: where those of weights go: `.grad`, a
-    `main_grad` that holds something, or one that is None. arrivals: what its sender has quantised.
+    adapters: projections that have a low-rank pair. trains: which of weights and biases. gradients:
+    where those of weights go: `.grad`, a `main_grad` that holds something, or one that is None.
+    arrivals: what its sender has quantised.
     spelling: how x, the probabilities, the ids and the gradient of the output lie in memory. scene:
     which part of an operand is `LOUD` times as large. schedule: one micro-batch, two, two whose
     backwards come in the other order, or one whose forward runs again. law: what is compared besides
@@ -135,7 +136,7 @@ class Case:
 
     @property
     def frozen(self) -> bool:
-        """The weights are."""
+        """Whether the weights are frozen."""
         return self.trains in ("biases", "b1", "b2")
 
     @property

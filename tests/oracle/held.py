@@ -17,7 +17,7 @@ SPELLINGS = ("contiguous", "strided")
 
 
 def spelled(values: Any, spelling: str = "contiguous") -> Any:
-    """The same values inside a larger memory of zeros: in one piece, or every second element of it."""
+    """These values inside a larger memory of zeros: in one piece, or in every second element of it."""
     if IS_PADDLE:
         return values.detach()
     step = 2 if spelling == "strided" else 1

@@ -350,7 +350,7 @@ def copies_of_two_events():
 
 
 def payload(change=lambda w1, w2: (w1, w2)):
-    """Of weights in Sonic's layout."""
+    """Quantise weights in Sonic's layout, after a change."""
     quantize_native_fp8_weights(*change(*Experts(make_problem()).weights))
 
 

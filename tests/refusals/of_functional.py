@@ -304,7 +304,7 @@ def call(hidden_states=make_tokens(4, 32), **changes):  # noqa: B008
 
 
 def wrapped(backend):
-    """As peft's `target_parameters` puts an adapter around experts."""
+    """Put a module around experts, which peft's `target_parameters` does."""
     moe, wrapper = make_layer(), torch.nn.Module()
     wrapper.base_layer, wrapper.weight, wrapper.bias = moe.c_fc, moe.c_fc.weight, None
     moe.c_fc = wrapper

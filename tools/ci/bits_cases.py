@@ -23,7 +23,7 @@ from oracle.case import Case, covering
 from oracle.faces import normal, run
 from oracle.golden import WHOLE, scene_of
 
-# Those of both frameworks, and those of PyTorch alone.
+# Faces of both frameworks, and faces of PyTorch alone.
 OF_BOTH, OF_TORCH = ("node", "sorted", "fleet"), ("stacked", "triples", "moe", "transformers")
 ENGINES = ("hopper", "bf16", "triton")
 EXACT_ACTIVATIONS = ("reglu", "relu", "relu_sq")
@@ -47,14 +47,14 @@ def cpu_cases() -> Iterator[tuple[str, Case, str]]:
 
 
 def gpu_cases() -> Iterator[tuple[str, Case, str]]:
-    """Those of the engines that need a GPU."""
+    """The cases of the engines that need a GPU."""
     for engine in ENGINES:
         for case in covering(partial(normal, engine=engine), tries=3)[::3]:
             yield f"engine={engine} {case}", case, engine
 
 
 def named(names: Iterable[str]) -> Iterator[tuple[str, Case, str]]:
-    """Those of recorded names, whatever axes have come since."""
+    """The cases of recorded names, whatever axes have come since."""
     for name in names:
         first, _, rest = name.partition(" ")
         _, has_engine, engine = first.partition("engine=")
