@@ -1,8 +1,9 @@
 """Frozen weights in the modules that own them.
 
-A frozen parameter keeps its name, its shape and its place in the module. It holds bytes (uint8), and
-its block scales are a second parameter beside it, `NAME_scale` (int32, the bits of fp32). In a
-`state_dict` both say what they are: `NAME_e4m3 [E, R, C]`, native, and `NAME_scale_inv` in fp32.
+A frozen parameter keeps its name, its shape and its place in the module. It holds bytes (uint8), which
+lie in native order whatever its shape says, so that its memory is contiguous and FSDP2 shards it along
+the experts. Its block scales are a second parameter beside it, `NAME_scale` (int32, the bits of fp32).
+In a `state_dict` both say what they are: `NAME_e4m3 [E, R, C]`, native, and `NAME_scale_inv` in fp32.
 """
 
 from __future__ import annotations
@@ -46,8 +47,14 @@ def codes_in(module: nn.Module, name: str) -> Codes:
     )
     needed = "thaw_experts(model) before, or adapters of rank 128 or less"
     expect(is_plain, LayoutError, f"{words}; needed: {needed}")
-    turned = frozen_in(module)[name][0].transposed
-    return Codes(held.transpose(1, 2) if turned else held, getattr(module, scale_name(name)))
+    layout = frozen_in(module)[name][0]
+    return Codes(_reshaped(held, layout), getattr(module, scale_name(name)))
+
+
+def _reshaped(held: Tensor, layout: WeightLayout) -> Tensor:
+    """Bytes of a weight in `layout`, between its native shape and that of its parameter, by a view."""
+    experts, rows, columns = held.shape
+    return held.view(experts, columns, rows) if layout.transposed else held
 
 
 def frozen_operands(
@@ -98,8 +105,7 @@ def freeze_weight(module: nn.Module, name: str, layout: WeightLayout, index: int
 
 def put_codes(module: nn.Module, name: str, codes: Codes, layout: WeightLayout, index: int) -> None:
     """Have these codes be the weight `name` of a module."""
-    held = codes.held.transpose(1, 2) if layout.transposed else codes.held
-    for key, tensor in ((name, held), (scale_name(name), codes.scales)):
+    for key, tensor in ((name, _reshaped(codes.held, layout)), (scale_name(name), codes.scales)):
         parameter = nn.Parameter(tensor, requires_grad=False)
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else from_pretrained draws it
         module.register_parameter(key, parameter)
@@ -121,8 +127,7 @@ def thaw_weight(module: nn.Module, name: str, dtype: torch.dtype = torch.bfloat1
 def _name_codes(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, (layout, _index) in frozen_in(module).items():
         held, scales = state.pop(prefix + name), state.pop(prefix + scale_name(name))
-        held = held.transpose(1, 2) if layout.transposed else held
-        state[f"{prefix}{name}_e4m3"] = held.view(torch.float8_e4m3fn)
+        state[f"{prefix}{name}_e4m3"] = _reshaped(held, layout).view(torch.float8_e4m3fn)
         state[f"{prefix}{name}_scale_inv"] = scales.view(torch.float32)
 
 
@@ -141,7 +146,6 @@ def _take_codes(
         held = state.pop(f"{prefix}{name}_e4m3", None)
         scales = state.pop(f"{prefix}{name}_scale_inv", None)
         if held is not None:
-            held = held.view(torch.uint8)
-            state[prefix + name] = held.transpose(1, 2) if layout.transposed else held
+            state[prefix + name] = _reshaped(held.view(torch.uint8), layout)
         if scales is not None:
             state[prefix + scale_name(name)] = scales.to(torch.float32).view(torch.int32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import re
 import shutil
@@ -73,6 +74,11 @@ class Block(nn.Module):
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """As bytes: gloo sends no e4m3."""
+    return tensor.contiguous().view(torch.uint8)
 
 
 class GatheredBytes:
@@ -387,8 +393,9 @@ def check_quantised_once(rank: int) -> None:
 
 
 def check_frozen(rank: int) -> None:
-    """Experts frozen as codes are sharded as codes, also under a policy that casts: a byte a weight
-    is gathered, and outputs and the gradients of tokens have the bits of one process.
+    """Experts frozen as codes are sharded as codes, also under a policy that casts, and where a
+    parameter's shape is not that of the codes: a byte a weight is gathered, and gradients of tokens
+    and whole state dicts have the bits of one process.
     """
     from sonicmoe.integrations.frozen import freeze_experts
 
@@ -397,11 +404,11 @@ def check_frozen(rank: int) -> None:
         layer(x).float().square().mean().backward()
         return x.grad
 
-    expected = decoder("qwen3-moe").requires_grad_(False)
-    for options in ({}, {"mp_policy": MASTERS}):
+    models = [decoder(family).requires_grad_(False) for family in ("qwen3-moe", "gpt-oss")]
+    for expected, options in itertools.product(models, ({}, {"mp_policy": MASTERS})):
         values, codes = copy.deepcopy(expected), copy.deepcopy(expected)
         freeze_experts(codes)
-        alone = gradient(codes)
+        alone, state = gradient(codes), codes.state_dict()
         totals = []
         for layer in (values, codes):
             each(layer, **options)
@@ -410,6 +417,9 @@ def check_frozen(rank: int) -> None:
             totals.append(gathered_bytes.total)
         assert torch.equal(found, alone)
         assert totals[1] < 0.55 * totals[0], totals
+        sharded_state = {name: whole(raw(part)) for name, part in codes.state_dict().items()}
+        assert sharded_state.keys() == state.keys()
+        assert all(torch.equal(raw(part), sharded_state[name]) for name, part in state.items())
 
 
 def check_checkpoints(rank: int) -> None:
