@@ -197,7 +197,7 @@ class SonicMoEConfig(Settings):
         "SONIC_MOE_COMPILE_JOBS",
         PROCESSES,
         "auto",
-        "processes that compile at once, over all ranks of a host. `auto`: as many as CPU affinity "
+        "kernels that a process compiles at once. `auto`: as many as CPU affinity "
         "and the quota of the control group allow. `off`: a run that finds kernels missing "
         "compiles each where it first needs it, instead of all of them at its first forward",
     )

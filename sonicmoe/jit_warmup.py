@@ -63,7 +63,7 @@ def warmup_jit(
         adapters: also what experts with low-rank adapters (LoRA) need.
         arch: the GPU architecture to compile for; default: that of this host's GPUs, and
             `architectures.DEFAULT_ARCH` where it has none.
-        jobs: worker processes at most; default: the CPUs this process may use.
+        jobs: compilers at once; default: the CPUs that this process may use.
         cache_dir: instead of the configured one.
         config: instead of the configuration in force.
         progress: called once per kernel with its outcome.

@@ -43,7 +43,6 @@ COLLECTIVES = {
 ALLOWED = {
     # The pipe to a worker that this process has started with its own interpreter and code. Nobody
     # else holds an end of it.
-    "sonicmoe/jit/worker.py": ["pickle", "pickle.load"],
     "sonicmoe/engine/trial.py": ["pickle", "pickle.load"],
     "sonicmoe/engine/trial_process.py": ["pickle"],
     # Ranks that a program itself starts, with its own code.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import processes
 import pytest
 
@@ -84,21 +82,6 @@ def test_every_near_miss_of_every_flag_names_that_flag() -> None:
 def test_what_people_typed_is_reported(typed: str, meant: str | None) -> None:
     environ = dict.fromkeys((*FLAGS_BY_ENV, *OTHERS, typed), "1")
     assert unknown_flags(environ) == {typed: meant}
-
-
-def test_compile_workers_do_not_repeat_it(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.path.insert(0, 'tests/jit')\n"
-        "from pathlib import Path; from fake_jobs import FakeJob; from sonicmoe.jit.cache import default_cache\n"
-        "from sonicmoe.jit.plan import ModelSpec; from sonicmoe.jit.warmup import warm_up\n"
-        f"jobs = [FakeJob(size, Path({str(tmp_path)!r}) / 'log', 0.2) for size in (1, 2)]\n"
-        "assert warm_up(ModelSpec(8, 64, 64), default_cache(), jobs=2, compile_jobs=jobs).complete"
-    )
-    folders = {
-        "SONIC_MOE_CACHE_DIR": str(tmp_path / "cache"),
-        "SONIC_MOE_LOCAL_CACHE_DIR": str(tmp_path / "local"),
-    }
-    assert errors_of(program, **MISSPELT, **folders).count(LINE) == 1
 
 
 @pytest.mark.parametrize("name", FLEETS_VARIABLES)

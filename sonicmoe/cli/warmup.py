@@ -17,12 +17,12 @@ from ..config import current_config
 from ..engine.compile_plan import require_precision, warm_up_plan, without_kernels
 from ..host import capabilities_of_host
 from ..jit.cache import CompileCache, default_cache
+from ..jit.cpus import AUTO, compilers
 from ..jit.errors import PackError
 from ..jit.manifest import Artefact
 from ..jit.pack import read_pack, refusal, unpack, write_pack
 from ..jit.parallel import BUILT, CACHED, FAILED, MISSING, KernelOutcome
 from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
-from ..jit.slots import AUTO, HostSlots
 from ..jit.warmup import WarmUpReport, check, warm_up
 from .activation import activation_options
 from .refusals import FailureLine, Location, OneLineCommand, refuse_beside
@@ -60,7 +60,7 @@ EXAMPLE = {"--E": "8", "--H": "3072", "--I": "1536"}
 @click.option(
     "--jobs",
     type=click.IntRange(1),
-    help="Worker processes, over all warm-ups of this host; default: the CPUs this process may use.",
+    help="Compilers at once; default: the CPUs that this process may use.",
 )
 @click.option("--cache-dir", type=Location(file_okay=False), help="Default: SONIC_MOE_CACHE_DIR.")
 @click.option(
@@ -188,8 +188,7 @@ def _compile(
     spec: ModelSpec, cache: CompileCache, planned: WarmUpPlan, jobs: int | None
 ) -> WarmUpReport:
     with Activity("warmup") as doing:
-        places = HostSlots(cache.local_root, jobs or AUTO).count
-        workers = min(places, max(len(planned.jobs), 1))
+        workers = min(compilers(jobs or AUTO), max(len(planned.jobs), 1))
         noun = "process" if workers == 1 else "processes"
         doing.begin(f"compiling for {spec.arch} in {workers} {noun}", total=len(planned.jobs))
 

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from ..architectures import DEFAULT_ARCH
 from ..config import ResolvedConfig, current_config
 from ..jit.cache import CompileCache, default_cache
+from ..jit.cpus import OFF, compilers
 from ..jit.guard import forbidden_by
-from ..jit.parallel import FAILED, KernelOutcome, ParallelBuild
+from ..jit.lock import may_say
+from ..jit.parallel import FAILED, KernelOutcome, build_all
 from ..jit.plan import CompileJob
-from ..jit.slots import OFF, HostSlots
 from ..kernels import EVERY_RUN
 from ..log import logger
 from .capabilities import EngineRecord
@@ -78,12 +79,11 @@ def _compile(
     if not jobs:
         return
     cache = default_cache(settings)
-    slots = HostSlots(cache.local_root, settings.compile_jobs)
+    processes = min(compilers(settings.compile_jobs), len(jobs))
     started = time.monotonic()
     # One line for the ranks of a host, from the one that gets here first.
-    speaker = slots.claim("announcement")
-    level = logging.DEBUG if speaker is None else logging.WARNING
-    processes = min(slots.count, len(jobs))
+    speaks = may_say(cache.local_root, f"cold start of {workload}")
+    level = logging.WARNING if speaks else logging.DEBUG
     logger.log(
         level,
         "sonicmoe: compiling %d kernels with %d processes, about %.0f s; "
@@ -95,11 +95,7 @@ def _compile(
         workload.intermediate_size,
         options,
     )
-    try:
-        outcomes = list(ParallelBuild(jobs, cache, slots).run())
-    finally:
-        if speaker is not None:
-            speaker.release()
+    outcomes = list(build_all(jobs, cache, processes))
     _report(outcomes, time.monotonic() - started, level)
 
 

@@ -33,9 +33,9 @@ from .errors import ArtefactLoadError, CacheUnwritableError, CompileForbiddenErr
 from .files import DamagedFileError, StoreFiles
 from .guard import check_compile_allowed
 from .key import CompileKey
+from .lock import may_say
 from .manifest import Artefact
 from .place import Place, Trust, shared_trust
-from .slots import may_say
 from .store import ArtefactStore, Builder, StoreProblemError
 
 Loaded = TypeVar("Loaded")
@@ -191,10 +191,6 @@ class CompileCache:
             if memo not in self._loaded:
                 self._loaded[memo] = self._load(key, builder, load)
         return self._loaded[memo]  # type: ignore[no-any-return]
-
-    def is_being_built(self, key: CompileKey) -> bool:
-        """Whether another process is building `key` at this moment. Takes no lasting lock."""
-        return any(store.lock(key).is_held() for store in (self._shared, self._local))
 
     def waited_too_long(self, key: CompileKey) -> str:
         """The message of a bounded wait for the builder of `key` that is over."""

@@ -1,39 +1,35 @@
-"""CPUs that this process may use: its affinity, and the quota of its control group (v1 and v2).
+"""How many compilers a process may run at once: its CPU affinity, and the quota of its control group
+(v1 and v2).
 
 `os.cpu_count` counts the CPUs of the host, which would start far too many compilers in a container.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
+AUTO, OFF = "auto", "off"
 _CONTROLLER = {"cpu", "cpuacct,cpu", "cpu,cpuacct"}
 # The files of a directory that have quota and period, in microseconds: of v2, and of v1.
 _LIMITS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
-@dataclass(frozen=True)
-class Quota:
-    """CPU time per time that a control group may use, in CPUs; `group`: which one, on this host."""
-
-    cpus: float
-    group: str
-
-
-def affinity() -> tuple[int, ...]:
-    """The numbers of the CPUs that this process may run on."""
-    return tuple(sorted(os.sched_getaffinity(0)))
+def compilers(limit: str | int = AUTO) -> int:
+    """How many compilers this process runs at once; `limit`: a number of them, or "auto"."""
+    if limit != AUTO:
+        return int(limit)
+    allowed = len(os.sched_getaffinity(0))
+    return min(allowed, math.ceil(quota() or allowed))
 
 
 def quota(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> Quota | None:
-    """The smallest quota of this process's control group and of those above it, if there is one."""
+) -> float | None:
+    """The smallest quota, in CPUs, of this process's control group and of those above it, or None."""
     found = [_limit(folder, files) for folder in _groups(membership, mount) for files in _LIMITS]
-    limits = [limit for limit in found if limit is not None]
-    return min(limits, key=lambda limit: limit.cpus, default=None)
+    return min((limit for limit in found if limit is not None), default=None)
 
 
 def _groups(membership: Path, mount: Path) -> list[Path]:
@@ -53,16 +49,14 @@ def _groups(membership: Path, mount: Path) -> list[Path]:
         if number == "0" or controllers in _CONTROLLER:
             group = Path(path.strip("/"))
             folders += [mount / controllers / above for above in (group, *group.parents)]
-    return list(dict.fromkeys(folders))
+    return folders
 
 
-def _limit(folder: Path, files: tuple[str, ...]) -> Quota | None:
+def _limit(folder: Path, files: tuple[str, ...]) -> float | None:
     try:
         words = [word for name in files for word in (folder / name).read_text("utf-8").split()]
         quota_us, period_us = map(int, words)
     except (OSError, ValueError):  # absent, or "max 100000" where v2 has no limit
         return None
-    if quota_us <= 0 or period_us <= 0:  # v1 says -1 where there is no limit
-        return None
-    # Containers all call their own group "/". The inode is the same for every process of the group.
-    return Quota(quota_us / period_us, str(folder.stat().st_ino))
+    # v1 says -1 where there is no limit.
+    return quota_us / period_us if quota_us > 0 and period_us > 0 else None

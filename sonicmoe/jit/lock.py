@@ -1,5 +1,5 @@
 """One builder at a time per key: a lock that the operating system releases when its holder dies,
-and a note that names the holder.
+and a note that names the holder. And the right to say what all ranks of a host meet.
 
 Who may keep a lock, and for how long:
 * A process that ends, even by SIGKILL, loses its locks at once. A child that it forked gives up
@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import socket
 import time
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from .errors import CompileLockTimeout
 from .files import StoreFiles
 from .key import CompileKey
 from .manifest import utc_now
-from .place import FILE_BITS, Place, inherited_mode, set_mode
+from .place import FILE_BITS, Place, Trust, inherited_mode, set_mode
 
 Found = TypeVar("Found")
 
@@ -46,40 +47,34 @@ NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 
 
 class Held:
-    """Locked files. The locks end with `release`, or with the last process that has `descriptors`
-    open: this one, and those that it started with them.
-    """
+    """A locked file, until `release` or until this process ends."""
 
-    def __init__(self, descriptors: tuple[int, ...]) -> None:
-        """Take over open, locked descriptors."""
-        self.descriptors = descriptors
+    def __init__(self, descriptor: int) -> None:
+        """Take over an open, locked descriptor."""
+        self._descriptor = descriptor
         _HELD.add(self)
 
-    @classmethod
-    def of(cls, several: Iterable[Held]) -> Held:
-        """All of them in one."""
-        return cls(tuple(number for held in several for number in held.descriptors))
+    def release(self, *, in_parent: bool = False) -> None:
+        """Unlock now, whichever forked process has a copy; `in_parent`: close this copy alone.
+        Idempotent; never raises.
+        """
+        if self not in _HELD:
+            return
+        _HELD.discard(self)
+        with suppress(OSError):  # then closing unlocks
+            if not in_parent:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        with suppress(OSError):  # Linux frees the number whatever close reports
+            os.close(self._descriptor)
 
-    def release(self) -> None:
-        """Unlock now, whichever process has inherited the descriptors. Idempotent; never raises."""
-        descriptors, self.descriptors = self.descriptors, ()
-        for descriptor in descriptors:
-            with suppress(OSError):  # then closing unlocks
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            with suppress(OSError):  # Linux frees the number whatever close reports
-                os.close(descriptor)
 
-
-_HELD: weakref.WeakSet[Held] = weakref.WeakSet()
+_HELD: set[Held] = set()
 
 
 def _leave_to_the_parent() -> None:
     """In a forked child, for example a data loader: close its copies, which keep the locks alive."""
     for held in list(_HELD):
-        descriptors, held.descriptors = held.descriptors, ()
-        for descriptor in descriptors:
-            with suppress(OSError):
-                os.close(descriptor)
+        held.release(in_parent=True)
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
@@ -102,7 +97,23 @@ def try_lock(path: Path, mode: int = 0o600) -> Held | None:
         if error.errno in _HELD_BY_ANOTHER:
             return None
         raise
-    return Held((descriptor,))
+    return Held(descriptor)
+
+
+def may_say(local_root: Path, line: str) -> bool:
+    """Whether no other living process of this host has said `line`, for which it asked with the same
+    `local_root`. A later run may say it again. True also where that directory cannot be used.
+    """
+    # Hosts may share the directory all the same.
+    of_this_host = f"{socket.gethostname()} {line}".encode()
+    name = f"said-{hashlib.sha256(of_this_host).hexdigest()[:16]}.lock"
+    try:
+        # Locked for the life of the process, which is how long the other ranks leave the line to it.
+        folder = Place.of(local_root, Trust.OWNER) / "said"
+        return try_lock(folder.checked(make=True) / name) is not None
+    # A line that is said eight times is better than one that nobody says.
+    except OSError:
+        return True
 
 
 class KeyLock:
@@ -193,19 +204,6 @@ class KeyLock:
             "state": state,
         }
         self._files.write_text(self._note, json.dumps(holder))
-
-    def is_held(self) -> bool:
-        """Whether another process holds the lock at this moment; writes nothing."""
-        name = f"{self._name}.lock"
-        try:
-            if name not in self._files.names(self._folder):
-                return False
-            held = try_lock(self._folder.checked() / name)
-        except OSError:  # no locks here, or no right to lock
-            return False
-        if held is not None:
-            held.release()
-        return held is None
 
     # Repeated calls are harmless: the `finally` of a caller may follow a release of its own.
     def release(self) -> None:

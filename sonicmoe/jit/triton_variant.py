@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .cache import CompileCache
+from .child import run_build_script
 from .key import CompileKey
 from .manifest import Artefact
+from .store import SCRATCH
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,17 @@ class TritonVariant:
         return key
 
     def compile(self, cache: CompileCache) -> Artefact:
-        """The published artefact, built if needed; errors as `CompileCache.build`."""
-        artefact: Artefact = self._request().compile(cache)
-        return artefact
+        """The published artefact, built if needed; errors as `CompileCache.build`, and CompileError of
+        Triton.
+        """
+        return cache.build(self.key(), self._build_into)
+
+    def _build_into(self, folder: Path) -> None:
+        """Build in a process of its own, because Triton compiles one kernel at a time in a process."""
+        scratch = folder / SCRATCH
+        scratch.mkdir()
+        request = {**asdict(self), "folder": str(folder), "build_directory": str(scratch)}
+        run_build_script(self.name, Path(__file__).with_name("triton_build.py"), request, {})
 
     def _request(self) -> Any:
         # Imported here, so that listing a plan needs neither Triton nor a framework.
@@ -52,3 +63,15 @@ class TritonVariant:
         return getattr(importlib.import_module(module), function)(
             **dict(self.statics), arch=self.arch
         )
+
+
+def build(request: Mapping[str, Any]) -> None:
+    """What the process of `_build_into` does: leave all outputs of Triton in `request["folder"]`."""
+    statics = {name: _hashable(value) for name, value in request["statics"]}
+    made = TritonVariant.make(request["name"], request["entry"], statics, request["arch"])
+    made._request().build_into(Path(request["folder"]))
+
+
+def _hashable(value: Any) -> Any:
+    """Tuples again where JSON has made lists of them."""
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Compiles a whole plan in parallel worker processes, and writes the record of the warm-up."""
+"""Compiles a whole plan, several kernels at once, and writes the record of the warm-up."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from .. import __version__
 from .cache import CompileCache
 from .carried import carried
+from .cpus import AUTO, compilers
 from .files import StoreFiles
 from .key import package_versions
 from .manifest import Artefact, utc_now
-from .parallel import BUILT, CACHED, MISSING, KernelOutcome, ParallelBuild, Progress
+from .parallel import BUILT, CACHED, MISSING, KernelOutcome, Progress, build_all
 from .place import Place, Trust
 from .plan import CompileJob, ModelSpec, WarmUpPlan
-from .slots import AUTO, HostSlots
 
 SELECTED = "selected kernels"  # the precision of jobs that a caller picked
 _RECORDS = "warmed"  # a directory beside the artefacts; a small JSON file for each warm-up
@@ -71,8 +71,7 @@ def warm_up(
 
     Args:
         compile_jobs: the plan, or jobs that the caller picked.
-        jobs: worker processes at most, over all processes that warm up on this host; default: the
-            CPUs this process may use.
+        jobs: compilers at most; default: the CPUs that this process may use.
         progress: called once per kernel; its exception ends the warm-up, and what is compiled stays.
 
     Raises:
@@ -91,7 +90,7 @@ def warm_up(
 
     pending: list[CompileJob] = []
     # Everything that is cached is settled first, and a forbidden or impossible compile raises here,
-    # before any worker has started.
+    # before any compiler has started.
     for job in planned.jobs:
         key = job.key()
         if cache.share(key) is not None:
@@ -99,7 +98,7 @@ def warm_up(
         else:
             cache.require_compiler(key, "not warmed")
             pending.append(job)
-    for outcome in ParallelBuild(pending, cache, HostSlots(cache.local_root, jobs or AUTO)).run():
+    for outcome in build_all(pending, cache, compilers(jobs or AUTO)):
         settle(outcome)
     # Sorted, because the order of completion differs from run to run and reports should not.
     kernels = tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))

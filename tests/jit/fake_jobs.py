@@ -1,8 +1,7 @@
-"""Compile jobs for warm-up tests: picklable, with a fake compiler."""
+"""Compile jobs for warm-up tests, with a fake compiler."""
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from racer import FakeCompiler, make_key
 
 from sonicmoe.jit import Artefact, CompileCache, CompileKey
+from sonicmoe.jit.child import run_build_script
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class FakeJob:
         return make_key(self.size)
 
     def compile(self, cache: CompileCache) -> Artefact:
-        print("a compiler that talks")  # must not disturb the worker's answers
         return cache.build(self.key(), FakeCompiler(self.key(), self.log, self.seconds))
 
 
@@ -51,10 +50,12 @@ class FailingJob(FakeJob):
 
 
 class DyingJob(FakeJob):
+    """Its compiler ends without a word."""
+
     def compile(self, cache: CompileCache) -> Artefact:
-        os._exit(41)
+        return cache.build(self.key(), self._build_into)
 
-
-class UnsendableJob(FakeJob):
-    def __reduce__(self) -> tuple[()]:
-        raise ValueError("this job stays here")
+    def _build_into(self, folder: Path) -> None:
+        script = folder / "script.py"
+        script.write_text("import os; os._exit(41)")
+        run_build_script(self.name, script, {"build_directory": str(folder)}, {})

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from fake_jobs import DyingJob, FailingJob, FakeJob, UnsendableJob
+from fake_jobs import DyingJob, FailingJob, FakeJob
 from pairwise import pairwise
 from racer import load
 from racers import environment
 
-import sonicmoe.jit.worker as worker_module
+import sonicmoe.jit.child as child_module
 import sonicmoe.jit_warmup as jit_warmup_module
 from sonicmoe.cli.main import main
 from sonicmoe.config import SonicMoEConfig, current_config
@@ -26,7 +26,6 @@ from sonicmoe.errors import ConfigError, DeviceError
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.plan import BOTH, ModelSpec
-from sonicmoe.jit.slots import HostSlots
 from sonicmoe.jit.warmup import SELECTED, check, read_records, warm_up
 from sonicmoe.jit_warmup import warmup_jit
 
@@ -43,14 +42,12 @@ def command(*options):
     return CliRunner().invoke(main, ["warmup", *map(str, options)])
 
 
-def test_everything_is_compiled_in_other_processes_then_forbidden(cache, field):
+def test_everything_is_compiled_then_forbidden(cache, field):
     jobs = [FakeJob(size, field.log, 0.1) for size in range(1, 7)]
     seen = []
     report = warm_up(SPEC, cache, jobs=3, compile_jobs=jobs, progress=seen.append)
     assert report.complete and len(seen) == 6 and set(states(report.kernels).values()) == {"built"}
     assert field.builds() == dict.fromkeys(range(1, 7), 1)
-    workers = {line.split()[1] for line in field.log.read_text().splitlines()}
-    assert str(os.getpid()) not in workers and len(workers) == 6
     with no_compile():
         again = warm_up(SPEC, cache, compile_jobs=jobs)
         assert set(states(again.kernels).values()) == {"cached"}
@@ -68,30 +65,26 @@ def test_what_only_this_node_has_is_copied_and_not_compiled(cache, field, jobs):
 
 
 def test_failures_do_not_stop_the_others(cache, field):
-    """One that its compiler refuses, one that ends its worker, and one that cannot be sent to it.
-    None of them costs a place of the host.
-    """
-    log = field.log
-    bad = [FailingJob(2, log), DyingJob(3, log), UnsendableJob(6, log)]
-    good = [FakeJob(size, log) for size in (1, 4, 5)]
+    """One that its compiler refuses, and one whose compiler dies."""
+    good = [FakeJob(size, field.log) for size in (1, 4, 5)]
+    bad = [FailingJob(2, field.log), DyingJob(3, field.log)]
     report = warm_up(SPEC, cache, jobs=1, compile_jobs=[good[0], *bad, *good[1:]])
     found = states(report.kernels)
     assert {name for name, state in found.items() if state == "built"} == {job.name for job in good}
     messages = {one.kernel: one.message for one in report.kernels if one.state == "failed"}
     assert "ValueError: expected ';'" in messages.pop("fake_2")
-    assert "fake_3 ended with status 41" in messages.pop("fake_3")
-    assert "this job stays here" in messages.pop("fake_6") and not messages
+    assert "fake_3 did not compile (exit status 41)" in messages.pop("fake_3") and not messages
     assert not report.complete and report.record is None
-    assert HostSlots(field.local, 1).take() is not None
 
 
-def test_jobs_for_which_no_process_starts_are_not_warm(cache, jobs, monkeypatch):
+def test_jobs_for_which_no_process_starts_are_not_warm(cache, field, monkeypatch):
     def refuse(*_, **__):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(worker_module.subprocess, "Popen", refuse)
-    report = warm_up(SPEC, cache, jobs=2, compile_jobs=jobs(3))
-    assert states(report.kernels) == {job.name: "failed" for job in jobs(3)}
+    monkeypatch.setattr(child_module.subprocess, "run", refuse)
+    jobs = [DyingJob(size, field.log) for size in (1, 2, 3)]
+    report = warm_up(SPEC, cache, jobs=2, compile_jobs=jobs)
+    assert states(report.kernels) == {job.name: "failed" for job in jobs}
     words = "Resource temporarily unavailable"
     assert all(words in outcome.message for outcome in report.kernels)
     assert not report.complete and report.record is None
@@ -411,7 +404,7 @@ def python(*arguments, **variables):
 def test_package_and_command_import_no_framework_and_no_compiler():
     program = (
         "import sys, sonicmoe.jit, sonicmoe.cli.warmup, sonicmoe.jit_warmup, sonicmoe.kernels.blackwell.cute_kernel\n"
-        "import sonicmoe.jit.cuda_source, sonicmoe.jit.triton_variant, sonicmoe.jit.worker\n"
+        "import sonicmoe.jit.cuda_source, sonicmoe.jit.triton_variant, sonicmoe.jit.parallel\n"
         "import sonicmoe.engine.capabilities, sonicmoe.engine.compile_plan\n"
         "print(sorted(set(sys.modules) & {'torch', 'paddle', 'triton', 'tvm_ffi', 'cutlass', 'numpy'}))"
     )

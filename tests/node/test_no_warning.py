@@ -197,7 +197,7 @@ NEAR = {
 ELSEWHERE = {
     "a GPU, or its compiler, is not as it should be": (
         "engine/cold_start.py", "engine/plain_engine.py", "engine/trust.py",
-        "gradients/flush.py", "jit/cache.py", "jit/lock.py", "jit/slots.py",
+        "gradients/flush.py", "jit/cache.py", "jit/lock.py",
         "jit/store.py", "jit/toolchain.py", "routing/backends.py",
     ),
     "has its own suite: tests/integrations": ("integrations/torchtitan.py", "integrations/transformers.py"),
