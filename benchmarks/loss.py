@@ -4,6 +4,7 @@ read once.
 
     python benchmarks/loss.py branches --out runs.jsonl                  # one Hopper GPU, 9.5 minutes
     python benchmarks/loss.py pairs --preset 1b --seeds 2 --out runs.jsonl
+    python benchmarks/loss.py pairs --kinds bf16,fp8,fp8-after-200 --seeds 1 --out runs.jsonl
     python benchmarks/loss.py gather runs.jsonl --to docs/data/loss_runs.jsonl.xz
     python benchmarks/loss.py report docs/data/loss_runs.jsonl.xz
     python benchmarks/loss.py branches --preset tiny --device cpu --out tiny.jsonl    # is it right?
@@ -22,11 +23,13 @@ would end after `--minutes` is not begun. The exit code is 3 where a run is miss
 How long it takes on an H200, 420 M parameters: 12 s until the model stands, half a minute of
 compiling, 34 ms a step in BF16 and 29 in FP8, so 102 s for a trunk of 3,000 steps, 15 to 18 s for a
 branch and 190 s for a pair; 1 s for each MB that is held out, which is why branches, whose trained
-text is new too, hold out 1 MB and pairs 4.2.
+text is new too, hold out 1 MB and pairs 4.2. An emulated kind is expected to take 100 ms a step, its
+passes over 70 GB of memory a layer and its products together, so 55 s for a branch.
 
 Kinds: bf16, fp8, disturbed; fp8 with another storage of z (int8, z-bf16) or with weight gradients in
 BF16 (wgrad-bf16); and the FP8 layer emulated, whole (emulated) or with one product, or z, in BF16
-(emulated-up, -down, -dgated, -dx, -dw1, -dw2, -z).
+(emulated-up, -down, -dgated, -dx, -dw1, -dw2, -z). A kind with -after-N trains its first N steps in
+BF16.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from loss_figures import draw, tables
-from loss_kinds import KINDS, experts_of
+from loss_kinds import EMULATED, KINDS, experts_of, split_kind
 from loss_model import Decoder, Training
 from loss_runs import SCALE, Run, append_run, gather, read_runs
 from loss_text import Text, Windows, read_text
@@ -51,6 +54,7 @@ from loss_text import Text, Windows, read_text
 from ernie_compat.model_config import ModelConfig, TrainConfig
 
 EARLY = 200  # steps of a pair whose norms and loads are recorded
+STARVED = 0.1  # of the mean load: an expert with less of it hardly learns
 DISTURBED_BY = 1e-4
 LOOK_EVERY = 50  # steps between looks at the clock
 _SIZES = dict(topk=8, num_heads=16, seq_len=512)
@@ -95,7 +99,6 @@ class Plan:
     seed: int
     batch: int
     evaluate_every: int
-    bf16_first: int = 0
     schedule: int = 0  # steps of the learning rate; 0: as many as the longest run has
 
     @property
@@ -132,9 +135,7 @@ class Lab:
         plan = self.plan
         length = plan.sizes.seq_len + 1
         self.windows = Windows(self.text, length, self.held_out, plan.seed, self.device)
-        decoder = Decoder(
-            plan.sizes, plan.seed, self.device, experts_of("bf16", self.compiled), self.compiled
-        )
+        decoder = Decoder(plan.sizes, plan.seed, self.device, experts_of("bf16"), self.compiled)
         schedule = plan.schedule or max(plan.points) + plan.steps
         self.training = Training(decoder, TrainConfig(steps=schedule, lr=2e-4))
         count = sum(p.numel() for p in self.training.parameters)
@@ -202,33 +203,30 @@ class Lab:
         loads = counts / counts.mean(-1, keepdim=True)
         return {
             "norms": [float(f"{norm:.4g}") for norm in figures[:, 1].tolist()],
+            "starved": (loads < STARVED).sum((1, 2)).tolist(),
             "busiest": loads.amax(-1).mul(100).round().div(100).tolist(),
             "idlest": loads.amin(-1).mul(100).round().div(100).tolist(),
         }
 
     def _run(self, point: int, order: int, kind: str, losses: list[int]) -> Run:
         plan = self.plan
-        name = f"{kind}, the first {plan.bf16_first} steps in bf16" if self._begins(kind) else kind
         return Run(
-            *(self.task, plan.trunk, plan.seed, point, order, name, self.gpu),
+            *(self.task, plan.trunk, plan.seed, point, order, kind, self.gpu),
             *(round(self.seconds.get(kind, 0.0), 5), losses, {}),
         )
-
-    def _begins(self, kind: str) -> int:
-        """Steps that a kind trains in BF16 first."""
-        return 0 if kind in ("bf16", "disturbed") else self.plan.bf16_first
 
     def _train(self, kind: str, place: int, steps: int) -> torch.Tensor:
         """The figures of each step, fp32 `[steps, ...]` on the device."""
         training, batch, figures, since = self.training, self.plan.batch, [], 0.0
-        own, bf16 = (experts_of(name, self.compiled) for name in (kind, "bf16"))
+        name, in_bf16 = split_kind(kind)
+        own, bf16 = experts_of(name), experts_of("bf16")
         warm = min(20, steps // 2)
         for step in range(steps):
             if step % LOOK_EVERY == 0 and time.monotonic() > self.deadline:
                 raise OutOfTime
             if step == warm:
                 since = self._now()
-            training.decoder.experts = bf16 if training.done < self._begins(kind) else own
+            training.decoder.experts = bf16 if training.done < in_bf16 else own
             figures.append(training.step(self.windows.train(place + step * batch, batch)))
         self.seconds[kind] = (self._now() - since) / (steps - warm)
         found = torch.stack(figures)
@@ -245,9 +243,10 @@ class Lab:
 
     def _expect_time(self, kind: str) -> None:
         """Raise OutOfTime before a branch that would not fit into the time. A kind that has not run is
-        expected to take twice as long as the trunk.
+        expected to take twice as long as the trunk, and an emulated one four times as long.
         """
-        known = self.seconds.get(kind) or 2 * self.seconds.get(self.plan.trunk, 0.0)
+        times = 4 if kind.startswith(EMULATED) else 2
+        known = self.seconds.get(kind) or times * self.seconds.get(self.plan.trunk, 0.0)
         evaluations = -(-self.plan.steps // (self.plan.evaluate_every or self.plan.steps))
         needed = self.plan.steps * known + evaluations * self.evaluation_s
         if time.monotonic() + needed > self.deadline:
@@ -271,9 +270,11 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str) -> l
 def names(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
     """Kinds, as `bf16,fp8`."""
     kinds = value.split(",")
-    for kind in kinds:
-        if kind not in KINDS:
-            raise click.BadParameter(f"{kind!r} is none of {', '.join(KINDS)}")
+    try:
+        for kind in kinds:
+            split_kind(kind)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
     return kinds
 
 
@@ -349,15 +350,11 @@ def branches(trunk, points, orders, seed, schedule, preset, kinds, steps, batch,
 @click.option("--seeds", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--evaluate-every", type=click.IntRange(1), default=1000, show_default=True)
-@click.option("--bf16-first", type=click.IntRange(0), default=0, show_default=True,
-              help="Steps that FP8 begins with in BF16.")  # fmt: skip
-def pairs(
-    seeds, first_seed, evaluate_every, bf16_first, preset, kinds, steps, batch, **rest
-) -> None:
+def pairs(seeds, first_seed, evaluate_every, preset, kinds, steps, batch, **rest) -> None:
     """Train pairs from the initial weights."""
     batch = batch or PRESETS[preset][1]
     plans = [
-        Plan(preset, "none", kinds, [0], steps, 1, seed, batch, evaluate_every, bf16_first)
+        Plan(preset, "none", kinds, [0], steps, 1, seed, batch, evaluate_every)
         for seed in range(first_seed, first_seed + seeds)
     ]
     train(plans, **rest)

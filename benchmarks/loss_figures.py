@@ -8,10 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from loss_runs import SCALE, Interval, Run, curves, gap, held_out_gap, said, with_bases
+from loss_runs import (
+    APART,
+    SCALE,
+    Interval,
+    Run,
+    curves,
+    gap,
+    held_out_gap,
+    parting,
+    said,
+    with_bases,
+)
 from readme_chart import PAGES, Page
 
 LAST = 500  # steps of a pair's end, a quarter of it at most
+EARLY_STEPS = (0, 10), (10, 50), (50, 100), (100, 150), (150, 200)
 WINDOW = 25  # steps that a point of a picture averages
 
 
@@ -97,26 +109,35 @@ def _pairs(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _early(runs: Sequence[Run]) -> Iterator[str]:
-    """What differs in the first steps: losses, norms, and the busiest and the idlest expert."""
+    """What differs in the first steps of a pair, and when its losses part."""
     pairs = [pair for kind in _kinds(runs) for pair in with_bases(runs, kind) if pair[0].norms]
     if not pairs:
         return
-    yield "\n| kind, seed | steps | signed gap, % | norm over BF16's | busiest, BF16's | idlest, BF16's |"
-    yield "|---|---|---|---|---|---|"
+    yield (
+        "\nThe run, and BF16's: the mean norm of the gradient; the tokens of the busiest and of the "
+        "idlest expert of any layer, over the mean; and how many experts had less than a tenth of it"
+    )
+    yield "| kind, seed | steps | signed gap, % | norm | busiest | idlest | starved |"
+    yield "|---|---|---|---|---|---|---|"
     for run, base in pairs:
-        length = len(run.norms)
-        for first, last in ((0, 10), (10, 50), (50, 100), (100, 200)):
-            if last <= length:
-                norms = np.mean(run.norms[first:last]) / np.mean(base.norms[first:last])
-                loads = (
-                    [f"{np.max(one.busiest[first:last]):.2f}" for one in (run, base)],
-                    [f"{np.min(one.idlest[first:last]):.2f}" for one in (run, base)],
-                )
+        for first, last in EARLY_STEPS:
+            if last <= len(run.norms):
+                here = slice(first, last)
+                figures = [
+                    [f"{np.mean(one.norms[here]):.4g}" for one in (run, base)],
+                    [f"{np.max(one.busiest[here]):.2f}" for one in (run, base)],
+                    [f"{np.min(one.idlest[here]):.2f}" for one in (run, base)],
+                    [f"{np.mean(one.starved[here]):.1f}" for one in (run, base)],
+                ]
                 yield (
                     f"| {run.kind}, {run.seed} | {first + 1} to {last} | "
-                    f"{100 * gap(run, base, first, last):+.3f} | {norms:.3f} | "
-                    f"{', '.join(loads[0])} | {', '.join(loads[1])} |"
+                    f"{100 * gap(run, base, first, last):+.3f} | {' | '.join(map(', '.join, figures))} |"
                 )
+    yield f"\n| kind, seed | first step {APART:.1%} apart | on the side of its end from step |"
+    yield "|---|---|---|"
+    for run, base in pairs:
+        apart, side = parting(run, base)
+        yield f"| {run.kind}, {run.seed} | {apart or 'none'} | {side} |"
 
 
 def branch_figures(runs: Sequence[Run]) -> dict[str, list[list[float]]]:

@@ -1,20 +1,23 @@
 """What loss.py trains the experts in: this package's engine in BF16 or FP8 with any setting, or an
 emulation of the FP8 layer in which one of its six products, or z, stays in BF16.
 
-The emulation multiplies bf16 values with fp32 sums: the values of FP8 codes by the package's own
-quantiser, in the blocks of the default recipe. A value of a code times its fp32 scale has more bits
-than bf16, so it is rounded once more, by 2^-9 of itself at most, where E4M3 rounds by 2^-4.
+The emulation is the FP8 engine's arithmetic in plain tensor operations: the same operands in the
+same blocks and codes, and fp32 sums. One thing differs. Its products read bf16, and a code times its
+fp32 scale has more bits than that, so an operand is rounded once more, by 2^-9 of itself at most,
+where E4M3 rounds by 2^-4. Nothing is compiled, the number of rows of a GPU does not change from step
+to step, and the host waits once a layer, for the rows of each expert.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
 from loss_model import BF16, Experts
+from torch.nn import functional as F
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.activations import activate, activate_backward
@@ -22,7 +25,7 @@ from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.quant.format import Code
 from sonicmoe.quant.recipes import RECIPES, BlockShape
-from sonicmoe.quant.reference import dequantize, quantize
+from sonicmoe.quant.reference import AMAX_FLOOR, GROUP, SPREAD, block_scales
 from sonicmoe.routing.build import build_routing
 from sonicmoe.routing.combine import aggregate, scatter_to_slots
 
@@ -40,15 +43,30 @@ ENGINE: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 EMULATED = "emulated"
 KINDS = (*ENGINE, EMULATED, *(f"{EMULATED}-{name}" for name in (*PRODUCTS, "z")))
+AFTER = "-after-"
 RECIPE = RECIPES[SonicMoEConfig().resolve().recipe]
+SAVED_Z = Code(SonicMoEConfig().resolve().save_z.value)
+OPERAND = BF16
 
 
-def experts_of(kind: str, compiled: bool) -> Experts:
-    """The experts of a kind; compiled: whether an emulation's quantisers are compiled."""
+def split_kind(name: str) -> tuple[str, int]:
+    """A kind, and the first steps of a training that it leaves to BF16: of `fp8-after-200` 200.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    kind, after, steps = name.partition(AFTER)
+    if kind not in KINDS or (after and not steps.isdecimal()):
+        raise ValueError(f"{name!r} is none of {', '.join(KINDS)}, and none of them with {AFTER}N")
+    return kind, int(steps or 0)
+
+
+def experts_of(kind: str) -> Experts:
+    """The experts of a kind."""
     if kind in ENGINE:
         fp8, settings = ENGINE[kind]
         return functools.partial(_by_engine, fp8, SonicMoEConfig(**settings))
-    return functools.partial(_by_emulation, kind.removeprefix(EMULATED).strip("-"), compiled)
+    return functools.partial(_by_emulation, kind.removeprefix(EMULATED).strip("-"))
 
 
 def _by_engine(
@@ -59,9 +77,9 @@ def _by_engine(
 
 
 def _by_emulation(
-    plain: str, compiled: bool, x: Tensor, ids: Tensor, probs: Tensor, w1: Tensor, w2: Tensor
+    plain: str, x: Tensor, ids: Tensor, probs: Tensor, w1: Tensor, w2: Tensor
 ) -> Tensor:
-    return _Emulated.apply(x, ids, probs, w1, w2, plain, compiled)  # type: ignore[no-any-return]
+    return _Emulated.apply(x, ids, probs, w1, w2, plain)  # type: ignore[no-any-return]
 
 
 class _Emulated(torch.autograd.Function):
@@ -69,23 +87,18 @@ class _Emulated(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        ids: Tensor,
-        probs: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        plain: str,
-        compiled: bool,
+        ctx: Any, x: Tensor, ids: Tensor, probs: Tensor, w1: Tensor, w2: Tensor, plain: str
     ) -> Tensor:
-        read = functools.partial(_operand, plain, compiled)
-        routing = build_routing(ids, probs, int(w1.shape[0]), alignment=RECIPE.row_alignment)
+        read = functools.partial(_operand, plain)
+        alignment = RECIPE.row_alignment
+        routing = build_routing(ids, probs.detach(), int(w1.shape[0]), alignment=alignment)
         spans = _spans(routing)
         z = _grouped(_rows(read(x, "up", RECIPE.x), routing), read(w1, "up", RECIPE.w1).mT, spans)
         y1 = read(activate(z, SWIGLU), "down", RECIPE.y1)
         y2 = _grouped(y1, read(w2, "down", RECIPE.w2).mT, spans).to(BF16)
-        code = Code(SonicMoEConfig().resolve().save_z.value)
-        ctx.save_for_backward(x, w1, w2, read(z, "z", RECIPE.z, code))
+        del y1
+        saved_z = z.to(BF16) if plain == "z" else coded(z, RECIPE.z, SAVED_Z)
+        ctx.save_for_backward(x, w1, w2, saved_z)
         ctx.routing, ctx.spans, ctx.read = routing, spans, read
         return aggregate(y2, routing, weighted=True, dtype=x.dtype)
 
@@ -100,36 +113,55 @@ class _Emulated(torch.autograd.Function):
         dprobs = scatter_to_slots((dy1 * y1).sum(-1), routing)
         w1_read = read(w1, "dx", RECIPE.w1_dgrad)
         dx_rows = _grouped(read(dz, "dx", RECIPE.dz), w1_read, spans).to(BF16)
+        dx = aggregate(dx_rows, routing, weighted=False, dtype=x.dtype)
         y1s = y1 * weights
-        del z, y1, dy1
+        del z, y1, dy1, w1_read, w2_read, dx_rows
         left = read(_rows(dout, routing), "dw2", RECIPE.wgrad_dout)
         dw2 = _by_expert(left, read(y1s, "dw2", RECIPE.wgrad_y1s), spans)
         left = read(dz, "dw1", RECIPE.wgrad_dz)
         dw1 = _by_expert(left, read(_rows(x, routing), "dw1", RECIPE.wgrad_x), spans)
-        dx = aggregate(dx_rows, routing, weighted=False, dtype=x.dtype)
-        return dx, None, dprobs, dw1, dw2, None, None
+        return dx, None, dprobs, dw1, dw2, None
 
 
-def _operand(
-    plain: str,
-    compiled: bool,
-    values: Tensor,
-    product: str,
-    block: BlockShape,
-    code: Code = Code.E4M3,
-) -> Tensor:
-    """bf16 values that a product reads: rounded, or by way of codes."""
-    return values.to(BF16) if product == plain else _coder(block, code, compiled)(values)
+def _operand(plain: str, values: Tensor, product: str, block: BlockShape) -> Tensor:
+    """What a product reads, in the dtype of operands: the values, or those of their codes."""
+    return (values if product == plain else coded(values, block)).to(OPERAND)
 
 
-@functools.cache
-def _coder(block: BlockShape, code: Code, compiled: bool) -> Callable[[Tensor], Tensor]:
-    def coded(values: Tensor) -> Tensor:
-        return dequantize(quantize(values, block, code, RECIPE.scale_format)).to(BF16)
+def coded(values: Tensor, block: BlockShape, code: Code = Code.E4M3) -> Tensor:
+    """fp32 `[..., R, C]`: `dequantize(quantize(values, block, code))` to the bit, with a third of its
+    passes over memory. A block with a NaN or an infinity is NaN.
+    """
+    n_rows, n_cols = values.shape[-2:]
+    missing = -n_rows % block.rows, -n_cols % block.cols
+    if any(missing):
+        values = F.pad(values, (0, missing[1], 0, missing[0]))
+    tiles = values.unflatten(-1, (-1, block.cols)).unflatten(-3, (-1, block.rows))
+    amax = torch.linalg.vector_norm(tiles, math.inf, (-3, -1), keepdim=True).float()
+    amax = amax.clamp(min=AMAX_FLOOR)
+    # The largest value of a block may lie a rounding above 448 or 127, and both round it back.
+    if code is not Code.ADAPTIVE:
+        scale_inv, multiplier = block_scales(amax, code, RECIPE.scale_format)
+        read = _in_e4m3(tiles * multiplier) if code is Code.E4M3 else (tiles * multiplier).round()
+    else:
+        wide = _is_wide(tiles, amax)
+        both = [block_scales(amax, one, RECIPE.scale_format) for one in (Code.E4M3, Code.INT8)]
+        scale_inv, multiplier = (torch.where(wide, *pair) for pair in zip(*both, strict=True))
+        scaled = tiles * multiplier
+        read = torch.where(wide, _in_e4m3(scaled), scaled.round())
+    return (read * scale_inv).flatten(-4, -3).flatten(-2)[..., :n_rows, :n_cols]
 
-    # Each block, code and shape is a graph of its own, and all have the code of this one function.
-    torch._dynamo.config.recompile_limit = 64
-    return torch.compile(coded, dynamic=False, fullgraph=True) if compiled else coded
+
+def _in_e4m3(values: Tensor) -> Tensor:
+    return values.to(torch.float8_e4m3fn).float()
+
+
+def _is_wide(tiles: Tensor, amax: Tensor) -> Tensor:
+    """Whether the adaptive code has E4M3 in a block, of one row: `quant.reference` has the rule."""
+    pairs = tiles.unflatten(-1, (-1, GROUP, 2))  # [..., nR, 1, nC, groups, 8 pairs, gate or up]
+    groups = torch.linalg.vector_norm(pairs, math.inf, -2)
+    least = torch.where(groups > 0, groups, math.inf).flatten(-2).amin(-1, keepdim=True)
+    return (least * SPREAD < amax) & amax.isfinite()
 
 
 def _spans(routing: Any) -> list[tuple[int, int]]:
@@ -153,10 +185,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def _grouped(rows: Tensor, weights: Tensor, spans: list[tuple[int, int]]) -> Tensor:
     """Each expert's rows `[R, C]` times its matrix `[E, C, N]`: fp32 `[R, N]`."""
-    out = rows.new_zeros((rows.shape[0], weights.shape[2]), dtype=torch.float32)
+    out = rows.new_empty((rows.shape[0], weights.shape[2]), dtype=torch.float32)
     for expert, (first, count) in enumerate(spans):
         if count:
             out[first : first + count] = _product(rows[first : first + count], weights[expert])
+    out[sum(count for _, count in spans) :] = 0.0  # padding behind the last expert, on a GPU
     return out
 
 

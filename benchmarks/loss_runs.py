@@ -26,6 +26,7 @@ STUDENT_T = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 NORMAL = 1.960
+APART, PARTING_WINDOW = 1e-3, 50  # how far, and over how many steps, a pair is said to have parted
 
 
 class Interval(NamedTuple):
@@ -54,7 +55,7 @@ class Run:
     task: model, tokens of a step, text. trunk: the kind that trained up to the point. losses: of
     every step, in units of 1 / SCALE. held_out: step of the run -> loss. norms, busiest, idlest: of
     the first steps, the gradient's norm, and by MoE layer the tokens of the busiest and of the idlest
-    expert over the mean.
+    expert over the mean. starved: of those steps, the experts of all layers that had hardly a token.
     """
 
     task: str
@@ -70,6 +71,7 @@ class Run:
     norms: list[float] = field(default_factory=list)
     busiest: list[list[float]] = field(default_factory=list)
     idlest: list[list[float]] = field(default_factory=list)
+    starved: list[int] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str, int, int, int, str, int]:
@@ -177,6 +179,21 @@ def curves(pairs: Sequence[tuple[Run, Run]], window: int) -> np.ndarray:
         return np.reshape(run.losses[:whole], (-1, window)).mean(1)
 
     return np.stack([means(run) / means(base) - 1 for run, base in pairs])
+
+
+def parting(run: Run, base: Run) -> tuple[int | None, int]:
+    """The first step whose losses lie `APART` apart, None where none do, and the first one of the
+    windows of steps that all lie on that side of the partner on which the run ends.
+    """
+    gaps = np.array(run.losses) / np.array(base.losses) - 1
+    apart = np.flatnonzero(np.abs(gaps) > APART)
+    window = min(PARTING_WINDOW, len(gaps))
+    sides = np.sign(curves([(run, base)], window)[0])
+    others = np.flatnonzero(sides != sides[-1])
+    return (
+        int(apart[0]) + 1 if len(apart) else None,
+        (int(others[-1]) + 1) * window + 1 if len(others) else 1,
+    )
 
 
 def said(values: Sequence[float]) -> str:
