@@ -97,16 +97,44 @@ def freeze_weight(module: nn.Module, name: str, layout: WeightLayout, index: int
     expect(is_plain, ConfigError, f"{words}; needed: {needed}")
     assert weight is not None
     need_values(name, weight, module)
-    need_whole(name, weight, module)
-    codes, rounding = to_codes(weight, layout, index)
-    put_codes(module, name, codes, layout, index)
+    local = _local(weight)
+    # Expert parallelism sets the number to that of its own part, whose experts are whole.
+    held, believed = int(local.shape[0]), getattr(module, "num_experts", None)
+    words = f"{name} of {kind} is a DTensor with {held} of {believed} experts on this rank"
+    is_whole = local is weight or held == believed
+    expect(is_whole, LayoutError, f"{words}; needed: freeze_experts before fully_shard")
+    need_whole(name, local, module)
+    codes, rounding = to_codes(local, layout, index)
+    put_codes(module, name, codes, layout, index, like=weight)
     return rounding
 
 
-def put_codes(module: nn.Module, name: str, codes: Codes, layout: WeightLayout, index: int) -> None:
-    """Have these codes be the weight `name` of a module."""
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def _divided(local: Tensor, like: Any) -> Tensor:
+    """This rank's experts as part of all of them, where `like` is such a DTensor."""
+    if not hasattr(like, "to_local"):
+        return local
+    shape = torch.Size((like.shape[0], *local.shape[1:]))
+    return type(like).from_local(  # type: ignore[no-any-return]
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=shape,
+        stride=local.stride(),
+    )
+
+
+def put_codes(
+    module: nn.Module, name: str, codes: Codes, layout: WeightLayout, index: int, like: Any = None
+) -> None:
+    """Have these codes be the weight `name` of a module. like: a weight that this is divided as."""
     for key, tensor in ((name, _reshaped(codes.held, layout)), (scale_name(name), codes.scales)):
-        parameter = nn.Parameter(tensor, requires_grad=False)
+        parameter = nn.Parameter(_divided(tensor, getattr(like, "data", None)), requires_grad=False)
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else from_pretrained draws it
         module.register_parameter(key, parameter)
     if FROZEN not in module.__dict__:
@@ -118,9 +146,11 @@ def put_codes(module: nn.Module, name: str, codes: Codes, layout: WeightLayout, 
 
 def thaw_weight(module: nn.Module, name: str, dtype: torch.dtype = torch.bfloat16) -> None:
     """Replace a frozen weight by what its codes stand for, in `dtype`; it requires no gradient."""
-    weight = from_codes(codes_in(module, name), *frozen_in(module)[name], dtype)
+    held, codes = getattr(module, name), Codes(*map(_local, codes_in(module, name)))
+    weight = from_codes(codes, *frozen_in(module)[name], dtype)
     del module._parameters[scale_name(name)]
-    module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    thawed = nn.Parameter(_divided(weight, held.data), requires_grad=False)
+    module.register_parameter(name, thawed)
     setattr(module, FROZEN, {key: kind for key, kind in frozen_in(module).items() if key != name})
 
 

@@ -1,7 +1,7 @@
 """Weights of frozen experts as FP8 codes alone: 1 byte a weight and 4 bytes a block, in the order that
 forward reads. Every backward transposes them into memory of its own, one projection at a time.
 
-Blocks are those of recipe `dx256`. A weight's scales are powers of two where that keeps it more
+Blocks are those of recipe `dx256`. The scales of an expert are powers of two where that keeps it more
 exactly, as it does what was MXFP4, and quotients of its largest values elsewhere.
 """
 
@@ -72,27 +72,33 @@ def to_codes(weight: Tensor, layout: WeightLayout, index: int) -> tuple[Codes, R
         step = max(1, _AT_ONCE // max(1, first * second))
         for begin in range(0, experts, step):
             part = slice(begin, begin + step)
-            q, lost = _nearest(native(weight.detach()[part]), block)
-            held[part], scales[part] = q.bytes, q.scale_inv.view(torch.int32)
+            held[part], scales[part], lost = _nearest(native(weight.detach()[part]), block)
             rounding += lost
     return Codes(held, scales), rounding
 
 
-def _nearest(values: Tensor, block: BlockShape) -> tuple[BlockScaledTensor, Rounding]:
+def _nearest(values: Tensor, block: BlockShape) -> tuple[Tensor, Tensor, Rounding]:
+    """Codes and scales of these experts, each in the format that loses less of it, so that they do not
+    depend on how many experts come at once.
+    """
     exact = values.to(torch.float32)
     norm = float(exact.double().square().sum())
     words = "a weight of the experts is not finite; needed: finite weights to freeze"
     expect(math.isfinite(norm), LayoutError, words)
-    found = []
+    best: list[Tensor] = []
     for form in _FORMATS:
         q = quantize(exact, block, Code.E4M3, form)
         meant = dequantize(q)
-        lost = float((meant - exact).double().square().sum())
-        changed = int((meant.to(values.dtype) != values).sum())
-        found.append((q, Rounding(values.numel(), changed, lost, norm)))
-        if not changed:
+        lost = (meant - exact).double().square().sum((1, 2), keepdim=True)
+        changed = (meant.to(values.dtype) != values).sum((1, 2), keepdim=True)
+        found = [lost, changed, q.bytes, q.scale_inv.view(torch.int32)]
+        is_better = lost < best[0] if best else torch.ones_like(lost, dtype=torch.bool)
+        pairs = zip(found, best or found, strict=True)
+        best = [torch.where(is_better, new, old) for new, old in pairs]
+        if not best[1].any():
             break
-    return min(found, key=lambda each: each[1].lost)
+    lost, changed, held, scales = best
+    return held, scales, Rounding(values.numel(), int(changed.sum()), float(lost.sum()), norm)
 
 
 def from_codes(

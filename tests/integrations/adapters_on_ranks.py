@@ -1,6 +1,6 @@
 """One of two ranks: trains adapters of peft on a model that FSDP2 shards, and compares them with those
-of one process that sees both ranks' batches. And transformers' experts with biases, sharded, as
-functional/parallel_worker.py has the other faces.
+of one process that sees both ranks' batches. Then transformers' experts with biases, sharded, as
+functional/parallel_worker.py has the other faces; and frozen experts under expert parallelism.
 
 python adapters_on_ranks.py RANK STORE_FILE
 """
@@ -8,6 +8,7 @@ python adapters_on_ranks.py RANK STORE_FILE
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import peft
 import torch
@@ -16,10 +17,13 @@ from functional.parallel_worker import FACES, E, H, I, check_results_written_in_
 from integrations.hf_models import FAMILIES, build, relative_rmse, text
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import GptOssConfig
+from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers.distributed import DistributedConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.errors import LayoutError
+from sonicmoe.integrations.frozen import freeze_experts, freezing_experts, thaw_experts
 from sonicmoe.integrations.transformers import register
 
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -68,6 +72,70 @@ class GptOss(torch.nn.Module):
         return out
 
 
+def loss_of(model: torch.nn.Module, seed: int) -> float:
+    ids = text(seed=seed)
+    return model(input_ids=ids, labels=ids).loss.item()
+
+
+def experts_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of the experts, each rank's own part of them."""
+    state = model.model.layers[0].mlp.experts.state_dict()
+    return {
+        name: part.to_local() if isinstance(part, DTensor) else part for name, part in state.items()
+    }
+
+
+def check_frozen_experts_are_divided(rank: int, family: str, folder: Path) -> None:
+    """Each rank has the codes of its own experts, of a model that is loaded in bf16 or frozen while it
+    is loaded, with FSDP2 around them and without; the losses are those of one process.
+    """
+    if rank == 0:
+        build(FAMILIES[family](1)).to(torch.bfloat16).save_pretrained(folder)
+    dist.barrier()
+
+    def load(**options: object) -> torch.nn.Module:
+        kinds = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
+        kinds["experts_implementation"] = "sonicmoe_fp8"
+        return AutoModelForCausalLM.from_pretrained(folder, **kinds, **options)
+
+    whole = load()
+    freeze_experts(whole)
+    wanted = experts_of(whole)
+    half = next(iter(wanted.values())).shape[0] // 2
+    for sizes, seed in (({"tp_size": 2}, 0), ({"fsdp_size": 2}, rank)):
+        config = DistributedConfig(ep_size=2, **sizes)
+        late = load(distributed_config=config)
+        freeze_experts(late)
+        with freezing_experts():
+            early = load(distributed_config=config)
+        for model in (late, early):
+            found = experts_of(model)
+            assert found.keys() == wanted.keys()
+            for name, part in found.items():
+                own = wanted[name][rank * half : (rank + 1) * half]
+                assert torch.equal(*[each.contiguous().view(torch.uint8) for each in (part, own)])
+            loss = loss_of(whole, seed)
+            assert abs(loss_of(model, seed) - loss) < 2e-3 * loss
+        thaw_experts(late)
+        assert not any("scale" in name for name in experts_of(late))
+        weight = experts_of(late)["down_proj"]
+        assert weight.dtype == torch.bfloat16 and weight.shape[0] == half
+
+
+def check_parts_are_refused(rank: int) -> None:
+    """Codes of a part of the experts would be gathered with scales of another."""
+    layer = build(FAMILIES["qwen3-moe"](1)).model.layers[0]
+    fully_shard(layer)
+    try:
+        freeze_experts(layer)
+    except LayoutError as error:
+        assert "3 of 6 experts on this rank; needed: freeze_experts before fully_shard" in str(
+            error
+        )
+    else:
+        raise AssertionError("frozen")
+
+
 def main() -> None:
     rank = int(sys.argv[1])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
@@ -92,6 +160,9 @@ def main() -> None:
         assert all(abs(a - b) < bound * b for a, b in zip(own, wanted, strict=True)), (own, losses)
         errors = {name: relative_rmse(found[name], expected[name]) for name in expected}
         assert len(errors) == 2 * (4 + 2) and max(errors.values()) < bound, errors
+    check_parts_are_refused(rank)
+    for family in ("qwen3-moe", "gpt-oss"):
+        check_frozen_experts_are_divided(rank, family, Path(f"{sys.argv[2]}-{family}"))
     dist.destroy_process_group()
     print("equal")
 
