@@ -1,10 +1,8 @@
 """A rank is killed inside dispatch, inside combine, and inside their backwards: every other rank ends
-soon, with one sentence.
+within `worlds.GRACE_S` of its death, with one sentence.
 """
 
 from __future__ import annotations
-
-import time
 
 import pytest
 from worlds import finish
@@ -16,15 +14,12 @@ from sonicmoe.errors import RankLostError, ShapeError
 PLACES = {2: "dispatch", 3: "combine", 4: "dispatch of dout", 5: "combine of dx"}
 WORLDS = [("torch", 4, 2), ("torch", 2, 3), ("torch", 2, 4), ("torch", 2, 5)]
 WORLDS.append(pytest.param("paddle", 2, 5, marks=pytest.mark.paddle))
-BOUND_S = 60  # of a loaded machine; a connection that closes shows at once
 
 
 @pytest.mark.parametrize("framework,world,fatal", WORLDS)
 def test_the_others_end_with_one_sentence(framework, world, fatal, tmp_path, start_ranks):
-    started = time.monotonic()
-    processes = start_ranks(framework, world, tmp_path, "dies", fatal)
-    *survivors, victim = finish(processes, BOUND_S)
-    assert time.monotonic() - started < BOUND_S
+    # The time that counts begins with the death: on a loaded machine ranks take long to start.
+    *survivors, victim = finish(start_ranks(framework, world, tmp_path, "dies", fatal))
     assert victim[0] == -9
     for rank, (code, _, said) in enumerate(survivors):
         assert code not in (0, -9), f"rank {rank} had to be stopped:\n{said[-3000:]}"
