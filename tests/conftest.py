@@ -11,6 +11,7 @@ import one_thread  # noqa: F401
 import gc
 import os
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -108,8 +109,8 @@ def _everything_is_new() -> None:
 
 @pytest.fixture(autouse=True)
 def _room_on_the_gpu(request: pytest.FixtureRequest, session_folder: Path) -> Iterator[None]:
-    """Workers share one GPU. No two tests that need much of its memory run at once, and no worker keeps
-    much of what it no longer uses.
+    """Workers share one GPU. No three tests that need much of its memory run at once, and no worker
+    keeps much of what it no longer uses.
     """
     if request.node.get_closest_marker("gpu") is None or not hopper_gpu():
         yield
@@ -118,7 +119,7 @@ def _room_on_the_gpu(request: pytest.FixtureRequest, session_folder: Path) -> It
     from filelock import FileLock
 
     large = request.node.get_closest_marker("large")
-    with FileLock(session_folder / "large.lock") if large else nullcontext():
+    with FileLock(session_folder / turn_of(request.node)) if large else nullcontext():
         yield
         if torch.cuda.memory_reserved() > KEPT_BY_A_WORKER:
             gc.collect()
@@ -159,6 +160,11 @@ def artefacts(session_folder: Path) -> CompileCache:
     return kept.open_cache(session_folder / "local")
 
 
+def turn_of(item: pytest.Item) -> str:
+    """Which of two rows of large tests this one stands in. The tests of a row run one after the other."""
+    return f"large {zlib.crc32(item.nodeid.partition('@')[0].encode()) % 2}"
+
+
 def place_in_the_run(item: pytest.Item) -> int:
     """What tests are sorted by; those of equal places keep their order."""
     path = item.path
@@ -173,6 +179,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("every_variant")]
         config.hook.pytest_deselected(items=left_out)
     for item in items:
+        if item.get_closest_marker("large"):
+            # `--dist loadgroup` has one worker run a row, so that no other waits for its lock.
+            item.add_marker(pytest.mark.xdist_group(turn_of(item)))
         for marker, reason in NEEDS.items():
             if item.get_closest_marker(marker) and not AVAILABLE[marker]():
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,6 +1,4 @@
-"""What the activations of GPU tests are tried with: their definitions, how large z must be, and the
-parameters that a layer sets.
-"""
+"""What the activations of GPU tests are tried with: their definitions, and how large z must be."""
 
 from __future__ import annotations
 
@@ -13,14 +11,6 @@ from torch.nn.functional import gelu, relu, silu
 from sonicmoe.enums import ACTIVATIONS, ActivationType
 
 Tensor = torch.Tensor
-
-# Every parameter of an activation away from its default. At these z lies on both sides of a limit,
-# and where tanh bends.
-OWN = {
-    ActivationType.SWIGLU_OAI: (("alpha", 1.1), ("limit", 3.0)),
-    ActivationType.SWIGLU_CLAMP: (("limit", 2.5),),
-    ActivationType.SITU_GLU: (("beta", 4.0), ("linear_beta", 2.5)),
-}
 
 
 def gated(activation: ActivationType, gate: Tensor, up: Tensor, own: tuple = ()) -> Tensor:

@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
-from gpu.activation_cases import OWN, gain_of, gated
+from gpu.activation_cases import gain_of, gated
 from gpu.device import DEVICE, raw
 from public_models import EXPERT_SIZES
 
@@ -37,6 +37,9 @@ SWIGLU = ActivationType.SWIGLU
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
 H, I, E, K = 512, 384, 6, 3
 SIZES_OF_NO_TILE = [(200, 72), (64, 8), (1032, 520)]
+SIZES_OF_MODELS = [
+    EXPERT_SIZES[n] for n in ("qwen3-30b-a3b", "gpt-oss-120b-ep4", "deepseek-v2-lite")
+]
 # H and I at which 860 032 tokens give tensors of more than 2^31 elements.
 MANY_TOKENS, SMALL = 860_032, (128, 1280)
 # (T, H, I, E, K): tiles end inside of I and of H, I is an odd multiple of 8, one expert, many
@@ -57,30 +60,13 @@ JUMPS = (ActivationType.REGLU, ActivationType.SWIGLU_CLAMP, ActivationType.SWIGL
 RATIO, SLACK = 1.05, 3e-3
 
 
-def shapes(make):
-    """The layers of the contract, by the engine's own record of a layer: `MlpShape` or
-    `ExpertShape`.
-    """
-    for activation in ActivationType:
-        for bias in (False, True):
-            yield make(H, I, activation, "bfloat16", bias, arch=ARCH)
-    for activation, own in OWN.items():
-        yield make(H, I, activation, parameters=own, arch=ARCH)
-    for activation in (SWIGLU, ActivationType.GELU):
-        yield make(H, I, activation, "float16", arch=ARCH)
-    for hidden, intermediate in (*EXPERT_SIZES.values(), SMALL):
-        yield make(hidden, intermediate, SWIGLU, arch=ARCH)
-    for hidden, intermediate in SIZES_OF_NO_TILE:
-        yield make(hidden, intermediate, SWIGLU, bias=True, arch=ARCH)
-
-
 def kernels_of_the_contract(make, kernels):
-    """What the tests of the contract launch; `kernels`: `all_kernels` or `all_variants`."""
-    return [
-        kernel
-        for shape in shapes(make)
-        for kernel in kernels(shape, recompute_z=shape.activation is SWIGLU)
-    ]
+    """What the tests of the contract launch. make: the engine's own record of a layer, `MlpShape` or
+    `ExpertShape`; kernels: `all_kernels` or `all_variants`.
+    """
+    sizes = dict.fromkeys([(H, I), SMALL, *SIZES_OF_MODELS, *SIZES_OF_NO_TILE])
+    shapes = [make(*size, SWIGLU, bias=bias, arch=ARCH) for size in sizes for bias in (False, True)]
+    return [kernel for shape in shapes for kernel in kernels(shape)]
 
 
 def build(jobs):
@@ -122,11 +108,6 @@ class Case:
         w1, w2, b1, b2 = self.weights
         weights = (w1.to(dtype), w2.to(dtype), b1, b2)
         return replace(self, x=self.x.to(dtype), dout=self.dout.to(dtype), weights=weights)
-
-    def tokens(self, index):
-        """The same layer on some of its tokens."""
-        names = ("x", "dout", "indices", "probs")
-        return replace(self, **{name: getattr(self, name)[index].contiguous() for name in names})
 
     def accumulators(self):
         """Zeros for the gradients of the weights."""
@@ -184,18 +165,17 @@ def make_blocked_case(tokens, *, experts=4, topk=2, **options):
     return replace(case, indices=(turn + torch.arange(topk, device=DEVICE)) % experts)
 
 
-def run(case, engine, settings=None, *, accumulators=None, counts=None, x=None, dout=None):
-    """Everything a forward and a backward give, by name; `x`, `dout`: in place of the case's."""
+def run(case, engine, settings=None, *, counts=None):
+    """Everything a forward and a backward give, by name."""
     settings = replace(
         settings or EngineSettings(),
         activation=case.activation,
         activation_parameters=case.parameters,
     )
     weights = engine.prepare_weights(*case.weights, settings)
-    x, dout = case.x if x is None else x, case.dout if dout is None else dout
-    out, saved = engine.forward(x, case.routing(counts), weights, settings)
-    accumulators = accumulators or case.accumulators()
-    dx, dprobs = engine.backward(dout, saved, weights, accumulators)
+    out, saved = engine.forward(case.x, case.routing(counts), weights, settings)
+    accumulators = case.accumulators()
+    dx, dprobs = engine.backward(case.dout, saved, weights, accumulators)
     return {"out": out, "dx": dx, "dprobs": dprobs, **accumulators.named()}
 
 

@@ -1,6 +1,7 @@
-"""What every engine promises on a GPU: a class for all of them, and one for those that quantise
-nothing. A subclass in a test file names the engine. That file also compiles the kernels beforehand,
-so that nothing here compiles.
+"""What every engine promises on a GPU beside the cases of tests/oracle, each expert and each 128 tokens
+for themselves: sizes, routings, repeated bits, order and addresses. A class for all engines, and one
+for those that quantise nothing. A subclass in a test file names the engine. That file also compiles
+the kernels beforehand, so that nothing here compiles.
 """
 
 from __future__ import annotations
@@ -9,43 +10,29 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.device import captured, fill_free_memory, waiting_is_an_error
+from gpu.device import captured, waiting_is_an_error
 from gpu.engine_cases import (
     BF16,
     MANY_TOKENS,
+    SIZES_OF_MODELS,
     SIZES_OF_NO_TILE,
     SMALL,
-    SWIGLU,
     E,
-    H,
-    I,
     assert_same_bits,
     check_plain,
     make_case,
     run,
 )
-from pairwise import pairwise
-from public_models import EXPERT_SIZES
 
-from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.select import unavailable
-from sonicmoe.engine.settings import Workload
-from sonicmoe.enums import ActivationType, EngineName
-
-GELU, RELU_SQ = ActivationType.GELU, ActivationType.RELU_SQ
 
 
 class EngineContract:
-    """Numbers, routing, memory and order of an engine.
-
-    engine, settings: under test. bias: whether the cases have biases. spreads: a bad token spoils
-    the gradients of its expert's other tokens, too.
-    """
+    """engine, settings: under test. bias: whether the cases have biases."""
 
     engine = None
     settings = EngineSettings()
-    bias, spreads = True, False
+    bias = True
     sizes_of_no_tile = SIZES_OF_NO_TILE
 
     def run(self, case, settings=None, **options):
@@ -62,25 +49,17 @@ class EngineContract:
     def wanted(self, case):
         return self.run(case)
 
-    # ---- numbers ----
+    def sizes(self):
+        return [*SIZES_OF_MODELS, *self.sizes_of_no_tile]
 
-    @pytest.mark.parametrize(("hidden", "intermediate"), EXPERT_SIZES.values(), ids=EXPERT_SIZES)
-    @pytest.mark.large
-    def test_sizes_of_public_models(self, hidden, intermediate):
-        few = hidden * intermediate > 2**25
-        options = {"experts": 2, "empty": ()} if few else {"experts": 4, "empty": (1,)}
-        case = make_case(300, hidden=hidden, intermediate=intermediate, topk=2, seed=1, **options)
-        self.check(case)
-
-    def test_sizes_that_no_tile_divides(self):
-        for hidden, intermediate in self.sizes_of_no_tile:
-            self.check(
-                make_case(400, hidden=hidden, intermediate=intermediate, bias=self.bias, seed=2)
-            )
+    def test_sizes(self):
+        for hidden, intermediate in self.sizes():
+            options = {"hidden": hidden, "intermediate": intermediate, "bias": self.bias}
+            self.check(make_case(300, experts=3, topk=2, empty=(1,), seed=1, **options))
 
     # ---- routing ----
 
-    @pytest.mark.parametrize("tokens", [1, 2, 127, 128, 129, 255, 256, 257, 4095])
+    @pytest.mark.parametrize("tokens", [1, 127, 128, 129, 257, 4095])
     def test_counts_around_the_tile(self, tokens):
         self.check(make_case(tokens, experts=2, topk=1, invalid=0.0, empty=(0,), seed=3))
 
@@ -90,9 +69,9 @@ class EngineContract:
             (3000, {"invalid": 0.99}),
             (64, {"invalid": 1.0}),
             (513, {"topk": 1, "invalid": 0.0, "empty": (0, 1, 2, 4, 5)}),
-            (600, {"experts": 130, "topk": 4, "empty": (0, 1, 64, 129)}),
+            (900, {"experts": 700, "topk": 4, "empty": (0, 1, 600, 699)}),
         ],
-        ids=["99 % invalid", "all invalid", "one expert", "130 experts"],
+        ids=["99 % invalid", "all invalid", "one expert", "700 experts"],
     )
     def test_uneven_routing(self, tokens, options):
         self.check(make_case(tokens, seed=4, **options))
@@ -108,25 +87,6 @@ class EngineContract:
         assert bool(lost.any()) and bool((got["dprobs"][lost] == 0).all())
         assert all(bool(torch.isfinite(tensor).all()) for tensor in got.values())
 
-    # ---- weight gradients ----
-
-    def test_biases_by_themselves(self):
-        """As often as asked, to the bits that go to accumulators; where nobody will ask, the rest has its
-        bits.
-        """
-        if not self.engine.record.biases:
-            pytest.skip("this engine has no biases")
-        case = make_case(600, bias=True, seed=36)
-        wanted, weights = self.run(case), self.engine.prepare_weights(*case.weights, self.settings)
-        for asked in (True, False):
-            _, saved = self.engine.forward(case.x, case.routing(), weights, self.settings)
-            saved.wants_biases = asked
-            dx, dprobs, pending = self.engine.backward_dx(case.dout, saved, weights)
-            assert torch.equal(dx, wanted["dx"]) and torch.equal(dprobs, wanted["dprobs"])
-            for _ in range(2 if asked else 0):
-                db1, db2 = self.engine.bias_gradients(pending)
-                assert torch.equal(db1, wanted["db1"]) and torch.equal(db2, wanted["db2"])
-
     # ---- the same bits ----
 
     def test_repetition(self, case, wanted):
@@ -138,58 +98,6 @@ class EngineContract:
         out, saved = self.engine.forward(case.x, case.routing(), weights, self.settings, save=False)
         assert saved is None and torch.equal(out, wanted["out"])
 
-    def test_what_memory_modes_keep(self, case):
-        staged = replace(self.settings, frees_stagewise=True)
-        weights, routing = self.engine.prepare_weights(*case.weights, staged), case.routing()
-        again = replace(self.settings, recompute_z=True)
-        assert self.engine.forward(case.x, routing, weights, again)[1].z is None
-        _, saved = self.engine.forward(case.x, routing, weights, staged)
-        assert saved.z.shape == (routing.num_rows, 2 * I)
-        self.engine.backward_dx(case.dout, saved, weights)
-        assert saved.z is None and saved.x is None
-        with pytest.raises(RuntimeError, match="released by an earlier backward"):
-            self.engine.backward_dx(case.dout, saved, weights)
-
-    def test_other_spellings_of_the_operands(self, case, wanted):
-        """In strided views, off a 16-byte address, and a gradient in fp32; tokens that another
-        stream writes late.
-        """
-
-        def off(tensor):
-            room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
-            return room[1:].reshape(tensor.shape).copy_(tensor)
-
-        def strided(tensor):
-            return torch.stack([tensor, tensor], 2)[..., 0]
-
-        for x, dout in ((off, off), (strided, strided), (off, torch.Tensor.float)):
-            assert_same_bits(self.run(case, x=x(case.x), dout=dout(case.dout)), wanted)
-        late = torch.full_like(case.x, float("nan"))
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(10_000_000)
-            late.copy_(case.x)
-            got = self.run(case, x=late)
-        torch.cuda.synchronize()
-        assert_same_bits(got, wanted)
-
-    # ---- memory that nobody wrote, and tokens that are not finite ----
-
-    def test_unwritten_memory_is_never_read(self):
-        self.check_unwritten(make_case(333, bias=self.bias, seed=23), self.settings)
-
-    def check_unwritten(self, case, settings):
-        fill_free_memory(0)
-        zeroed = self.observed(case, settings)
-        fill_free_memory(0xFF)  # NaN in every floating format, -1 in every integer
-        assert_same_bits(self.observed(case, settings), zeroed)
-        with memory_full_of_nan("cuda"):
-            assert_same_bits(self.observed(case, settings), zeroed)
-
-    def observed(self, case, settings):
-        """The tensors that must not depend on what memory held."""
-        return self.run(case, settings)
-
 
 class PlainEngineContract(EngineContract):
     """Of engines that quantise nothing."""
@@ -200,15 +108,6 @@ class PlainEngineContract(EngineContract):
 
     def check(self, case, settings=None):
         check_plain(case, self.run(case, settings))
-
-    def test_this_gpu_can_run_it(self):
-        name = EngineName(self.engine.name)
-        assert unavailable(name, "cuda:0") is None
-        fp32 = Workload(EngineSettings(), H, I, "float32")
-        assert "float32" in unavailable(name, "cuda:0", fp32)
-
-    def test_700_experts(self):
-        self.check(make_case(900, experts=700, topk=4, empty=(0, 1, 600, 699)))
 
     @pytest.mark.large
     def test_past_two_to_the_31_elements(self):
@@ -269,10 +168,3 @@ class PlainEngineContract(EngineContract):
             graph, (out, dx, dprobs) = captured(step)
         graph.replay()
         assert_same_bits({"out": out, "dx": dx, "dprobs": dprobs, **accumulators.named()}, wanted)
-
-    @pytest.mark.parametrize(
-        ("activation", "bias"), pairwise([SWIGLU, RELU_SQ], [False, True]), ids=str
-    )
-    def test_unwritten_memory_of_other_layers(self, activation, bias):
-        case = make_case(333, activation=activation, bias=bias, seed=23)
-        self.check_unwritten(case, replace(self.settings, activation=activation))

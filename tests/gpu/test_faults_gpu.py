@@ -1,5 +1,4 @@
-"""Training on a GPU that runs out of memory, and in memory full of NaN: the bits of an undisturbed
-run, on both GPU engines.
+"""Training on a GPU that runs out of memory: the bits of an undisturbed run, on both GPU engines.
 
 A run is two optimizer steps, of two micro-batches and of one, with changed weights in between. A
 call that runs out of memory is repeated.
@@ -14,12 +13,11 @@ from itertools import product
 import pytest
 import torch
 from faults import FULL_GPU, PACKAGE, Allocations
-from gpu.device import compiled_beforehand, fill_free_memory
+from gpu.device import compiled_beforehand
 from gpu.hopper_step import E, H, I, K
 from node.direct_layers import DirectLayer, Setup
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.errors import OutOfMemoryError
 
 pytestmark = pytest.mark.gpu
@@ -196,27 +194,3 @@ def test_every_allocation_may_fail(case):
         assert_same_bits(run, wanted, number)
         phases.add(phase(error))
     assert {"forward", "backward"} <= phases
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_memory_full_of_nan_changes_no_bit(case):
-    """Every tensor that is allocated without being written is NaN, or 0xFF bytes, and so is what
-    earlier tensors have freed.
-    """
-    runs = []
-    for nan in (False, True):
-        with memory_full_of_nan("cuda", nan):
-            fill_free_memory(0xFF if nan else 0)
-            runs.append(Run(case).run())
-    clean, poisoned = runs
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in clean.results)
-    assert_same_bits(poisoned, clean, case)
-
-
-def test_the_memory_of_every_scratch_is_poisoned():
-    """Which `test_memory_full_of_nan_changes_no_bit` takes for granted."""
-    from sonicmoe.interop import empty
-
-    with memory_full_of_nan("cuda"):
-        made = empty((4096,), torch.uint8, torch.device("cuda", 0))
-        assert bool((made == 0xFF).all())

@@ -6,23 +6,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.device import captured, waiting_is_an_error
-from node.direct_layers import Expert
 from pairwise import pairwise
-from torch import nn
 
 from sonicmoe import layouts
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.interface import GradientTargets
-from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ActivationType, FlushMode
 from sonicmoe.gradients.flush import flush_table
-from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import current_stream, dtype_name
 from sonicmoe.kernels.cuda_wgrad import flush_source
 from sonicmoe.layouts import WeightLayout
-from sonicmoe.weights.parameters import PerExpertParameters
-from sonicmoe.weights.stacked import FusedParameters
 
 pytestmark = pytest.mark.gpu
 
@@ -105,56 +97,3 @@ def test_past_two_to_the_31_elements(kernel, flush_gradients):
     for expert, gradient in want.items():
         assert torch.equal(target[expert], 1 + gradient), expert
     assert not dw1.any()
-
-
-def source_of(kind, activation, dtype, experts=3, hidden=256, intermediate=96):
-    width = intermediate * (2 if activation is ActivationType.SWIGLU else 1)
-    shapes = (experts, hidden, width), (experts, intermediate, hidden)
-    up, down = (torch.zeros(shape, device="cuda", dtype=dtype) for shape in shapes)
-    if kind == "fused":
-        return FusedParameters(nn.Parameter(up), nn.Parameter(down), activation)
-    modules = [Expert(u.clone(), d.clone()) for u, d in zip(up, down, strict=True)]
-    return PerExpertParameters(modules, experts, hidden, intermediate, activation)
-
-
-def bind(source, kind):
-    for weight in source.parameters():
-        if kind == "bound":
-            weight.main_grad = torch.full(tuple(weight.shape), 0.5, device="cuda")
-        elif kind == "none":
-            weight.main_grad = None
-
-
-def fill(weights, seed):
-    """One more backward; the gradients that it left are `GradientTargets` of the result."""
-    source = weights._layer.parameters()
-    trained = [weight.requires_grad for weight in source]
-    batch = weights.open(ReferenceEngine(), None, source, trained, torch.zeros(1, device="cuda"))
-    held = batch.targets
-    (experts, n1, hidden), intermediate = held.dw1.shape, held.dw2.shape[2]
-    for accumulator, values in zip(
-        (held.dw1, held.dw2), native_gradients(experts, n1, hidden, intermediate, seed), strict=True
-    ):
-        accumulator.add_(values)
-    weights.close(batch)
-
-
-@pytest.mark.parametrize("make", ["per_expert", "fused"])
-def test_graph_and_no_sync(make):
-    """Captured once, replayed with what the accumulators hold then."""
-    source = source_of(make, ActivationType.SWIGLU, torch.bfloat16)
-    bind(source, "bound")
-    weights = GradientSink(source, FlushMode.STEP)
-    fill(weights, 0)
-    with waiting_is_an_error():
-        weights.flush()
-        before = [weight.main_grad.clone() for weight in source.parameters()]
-        fill(weights, 1)
-        graph, _ = captured(weights.flush)
-    held = GradientTargets.native(*(tensor.clone() for tensor in weights.held().values()))
-    graph.replay()
-    graph.replay()  # the accumulators are zero by now
-    up, down = source.layout.user_w1(held.dw1), source.layout.user_w2(held.dw2)
-    wanted = (up, down) if make == "fused" else (*up, *down)
-    for weight, earlier, gradient in zip(source.parameters(), before, wanted, strict=True):
-        assert torch.equal(weight.main_grad, earlier + gradient)

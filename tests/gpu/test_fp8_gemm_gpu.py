@@ -15,7 +15,7 @@ from pairwise import pairwise
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.reference_operands import saved_z
 from sonicmoe.engine.settings import EngineSettings
-from sonicmoe.enums import ACTIVATIONS, ActivationType, ZCode
+from sonicmoe.enums import ACTIVATIONS, ZCode
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import fp8_grouped_gemm_source
 from sonicmoe.quant.format import BlockScaledTensor, Code
@@ -165,50 +165,6 @@ def test_up_projection(module, module_z_in_bf16, shape, activation, outlier):
     assert float((codes[0] != codes[1]).float().mean()) < 1e-3
     with pytest.raises(Exception, match="z must have 16-bit elements"):
         launch()
-
-
-def rows_of(bias, routing):
-    """fp64 `[R, N]`: the bias of each row's expert."""
-    counts = routing.padded_offsets[1:] - routing.padded_offsets[:-1]
-    return bias.double().repeat_interleave(counts, 0)
-
-
-@pytest.mark.parametrize(
-    ("shape", "z", "activation"),
-    pairwise(
-        SHAPES, (torch.int8, torch.bfloat16), (ActivationType.SWIGLU, ActivationType.SWIGLU_OAI)
-    ),
-    ids=lambda v: getattr(v, "value", str(v)),
-)
-def test_biases(shape, z, activation):
-    """Of both projections, as large as the products; padding rows as if their tokens were zeros."""
-    code = ZCode.ADAPTIVE if z is torch.int8 else ZCode.BF16
-    built = fp8_grouped_gemm_source("sm_90a", activation, code, bias=True).load()
-    x, w1, w2, routing = make_case(shape, seed=8)
-    xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)
-    b1, b2 = (torch.randn(w.shape[:2], device="cuda") for w in (w1, w2))
-    kept, y1 = up_projection(built, xq, wq, routing, launched(activation, built), z_dtype=z, b1=b1)
-    wanted_z = products(gathered(xq, routing), wq, routing) + rows_of(b1, routing)
-    used = wanted_z.shape[0]
-    own = OF_UNIT_Z.get(activation, ())
-    wanted_y1 = gated(activation, wanted_z[:, ::2], wanted_z[:, 1::2], own)
-    exact = block_errors(dequantize(quantize(wanted_y1.float(), rows(128))), wanted_y1)
-    assert bool((block_errors(dequantize(y1)[:used], wanted_y1) <= 1.03 * exact + 1e-4).all())
-    if z is torch.int8:
-        settings = EngineSettings(activation, RECIPE, activation_parameters=own)
-        best = saved_z(wanted_z.float(), settings, torch.bfloat16)
-        exact = block_errors(dequantize(best), wanted_z)
-        assert bool((block_errors(dequantize(kept)[:used], wanted_z) <= 1.03 * exact + 1e-4).all())
-    else:
-        assert float(block_errors(kept[:used], wanted_z).max()) <= BF16_ROUNDING
-    y1 = torch.randn((routing.num_rows, w2.shape[2]), device="cuda")
-    a, w = quantize(y1, rows(128)), quantize(w2, RECIPE.w2)
-    out, wanted = grouped(built, a, w, routing, bias=b2), products(dequantize(a), w, routing)
-    assert float(block_errors(out[:used], wanted + rows_of(b2, routing)).max()) <= BF16_ROUNDING
-    # dgrad's product has none in the same module.
-    assert float(block_errors(grouped(built, a, w, routing)[:used], wanted).max()) <= BF16_ROUNDING
-    with pytest.raises(Exception, match="b1 is None, and the module was built with BIAS"):
-        up_projection(built, xq, wq, routing, z_dtype=z)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

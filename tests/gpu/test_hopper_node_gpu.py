@@ -1,14 +1,15 @@
-"""The node and `MoE` on the Hopper engine: chosen by itself, never waiting, capturable, on any
-stream, never with stale weights.
+"""The node on the engines for Hopper: chosen by itself, capturable, on any stream, never with stale
+weights, and the memory that gradients need.
 """
 
 from __future__ import annotations
 
 import logging
+from itertools import product
 
 import pytest
 import torch
-from gpu.device import LONG, captured, compiled_beforehand, waiting_is_an_error
+from gpu.device import LONG, captured, compiled_beforehand
 from gpu.hopper_step import FP8, E, H, I, K, T, layer
 from node.direct_layers import assert_same_bits, relative
 
@@ -27,17 +28,23 @@ from sonicmoe.routing import backends
 pytestmark = pytest.mark.gpu
 
 AUTO = SonicMoEConfig(fp8_mode="perf")
-PLAIN_WGRAD = SonicMoEConfig(fp8_mode="perf", engine="hopper", fp8_wgrad=False)
 BF16 = SonicMoEConfig(fp8_mode="off", engine="bf16")
 
 
-compiled = compiled_beforehand(*((config, (E, H, I)) for config in (FP8, PLAIN_WGRAD, BF16)))
+LARGE = (8, 1024, 1024, 2)  # whose accumulators outweigh everything else
+each_config = pytest.mark.parametrize("config", [FP8, BF16], ids=["fp8", "bf16"])
+# The BF16 GEMMs add to stacked parameters in the native layout.
+adding = pytest.mark.parametrize(
+    ("config", "options"), [(FP8, {}), (BF16, {"arrangement": "native"})], ids=["fp8", "bf16"]
+)
+
+
+compiled = compiled_beforehand(*product((FP8, BF16), ((E, H, I), LARGE[:3])))
 
 
 def whole_step(made, *batches):
-    """Results of every micro-batch, then every main_grad; no gradient waits for `step()`."""
+    """Results of every micro-batch, then every main_grad."""
     results = [tensor for batch in batches for tensor in made.run(batch)]
-    assert made.node.gradient_bytes == 0
     made.node.step()
     return results + made.main_grads
 
@@ -70,59 +77,14 @@ def test_auto_chooses_it(caplog):
     assert line.startswith("engine hopper on cuda:0: a Hopper GPU")
 
 
-def memory_mode(**changes):
-    return SonicMoEConfig(**{"fp8_mode": "perf", "engine": "hopper"} | changes)
-
-
-STEP, FUSED = {"flush": "step"}, {"arrangement": "fused"}
-SYNC_FREE = {
-    "plain": (FP8, {}),
-    "iso_weight and recompute_z": (memory_mode(iso_weight=True, recompute_z=True), {}),
-    "mem": (memory_mode(fp8_mode="mem"), {}),
-    "plain wgrad": (PLAIN_WGRAD, {}),
-    "step": (FP8, STEP),
-    "from_fused": (FP8, FUSED),
-    "bf16": (BF16, {}),
-    "bf16, step": (BF16, STEP),
-    "bf16, from_fused": (BF16, FUSED),
-}
-
-
-@pytest.mark.parametrize(("config", "options"), SYNC_FREE.values(), ids=SYNC_FREE)
-def test_waits_for_nothing(config, options):
-    made, batches = layer(config, **options), batches_of(700, 333, 1500)
-    counts = [int((batches[2][1] == e).sum()) for e in range(E)]
-
-    def with_counts(x, _, *rest):
-        return made.node(x, counts, *rest)
-
-    for _ in range(3):  # over the first steps the guard of a forgotten step() compares values
-        made.run(batches[0])
-        made.node.step()
-    with waiting_is_an_error():
-        for _ in range(2):
-            for batch in batches:
-                made.run(batch)
-            made.run(batches[2], node=with_counts)
-            made.node.step()
-    # One expert has no token.
-    idle = [not bool(gradient.any()) for gradient in made.main_grads]
-    assert sum(idle) == (0 if len(idle) == 2 else 2), "computed nothing"
-
-
 @pytest.mark.parametrize(
-    "wait", [torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.nonzero], ids=lambda f: f.__name__
+    "options", [{}, {"flush": "step"}, {"flush": "step", "arrangement": "fused"}]
 )
-def test_a_wait_would_be_seen(wait):
-    with pytest.raises(RuntimeError, match="synchronizing"), waiting_is_an_error():
-        wait(torch.ones(1, device="cuda"))
-
-
-def test_captured_in_a_cuda_graph():
+def test_captured_in_a_cuda_graph(options):
     """Forward, backward and step; replayed with other tokens, other routing and other weights, all
     copied in place.
     """
-    made = layer()
+    made = layer(**options)
     static = made.batch(0, T)
 
     def step():
@@ -138,7 +100,7 @@ def test_captured_in_a_cuda_graph():
 
     graph, results = captured(step, before)
     for seed in (1, 2, 2):
-        fresh = layer(seed=seed)
+        fresh = layer(seed=seed, **options)
         batch = fresh.batch(seed, T)
         wanted = whole_step(fresh, batch)
         with torch.no_grad():
@@ -169,7 +131,7 @@ def test_micro_batches_on_a_side_stream():
     assert_same_bits(results + made.main_grads, wanted)
 
 
-@pytest.mark.parametrize("config", [FP8, BF16], ids=["fp8", "bf16"])
+@each_config
 def test_two_streams_share_a_node(config):
     """The first is late, and nobody waits for it: the second needs the weights it prepares, and
     adds to the sums it adds to.
@@ -189,18 +151,68 @@ def test_two_streams_share_a_node(config):
     assert_same_bits(results + made.main_grads, wanted)
 
 
-@pytest.mark.parametrize("config", [FP8, BF16], ids=["fp8", "bf16"])
+@each_config
 def test_weight_gradients_that_wait_are_the_same_bits(config):
     """Whatever the caller writes into memory that a backward has dropped."""
     batches = batches_of(700, 4096, 300)
     wanted = whole_step(layer(config), *batches)
     for _ in range(3):
-        made, results = layer(config, **STEP), []
+        made, results = layer(config, flush="step"), []
         for batch in batches:
             results += made.run(batch)
             torch.full([len(batch[0]) * K * 4, 2 * I], float("nan"), device="cuda")
         made.node.step()
         assert_same_bits(results + made.main_grads, wanted)
+
+
+@adding
+@pytest.mark.parametrize("flush", ["auto", "step"])
+def test_two_nodes_on_two_streams_add_in_order(config, options, flush):
+    """To the same experts: the first is late, and the second, of mode `flush`, is not."""
+    made = layer(config, memory="slices", **options)
+    nodes, batches = [made.node, made.another_node(flush=flush)], batches_of(300, 307)
+    streams = [torch.cuda.Stream() for _ in nodes]
+    found = []
+    for late in (False, True):
+        made.clear()
+        torch.cuda.synchronize()
+        if late:
+            with torch.cuda.stream(streams[0]):
+                torch.cuda._sleep(LONG)
+        kept = []
+        for batch, node, stream in zip(batches, nodes, streams, strict=True):
+            with torch.cuda.stream(stream):
+                kept += made.run(batch, node=node)
+                node.step()
+            if not late:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        found.append([gradient.clone() for gradient in made.main_grads])
+    assert_same_bits(*reversed(found))
+    made.check_strangers()
+
+
+@adding
+def test_gradients_that_are_added_at_once_hold_no_memory(config, options):
+    """The peak of a step is lower than in step mode by its accumulators, nearly."""
+
+    def peak(flush):
+        made = layer(config, sizes=LARGE, tokens=300, flush=flush, **options)
+        made.step(0)
+        made.clear()
+        made.node.release_grads()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made.run(made.batch(0))
+        held = made.node.gradient_bytes
+        made.node.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before, held
+
+    (direct, nothing), (step, accumulators) = peak("auto"), peak("step")
+    assert nothing == 0 and accumulators == 4 * 8 * 3 * 1024**2
+    assert step - direct >= 0.98 * accumulators
 
 
 class TestWeightsThatChange:

@@ -94,8 +94,11 @@ def table(scores):
     )
 
 
-@pytest.mark.parametrize("sizes", [FEW, MANY], ids=lambda sizes: f"T={sizes.tokens} K={sizes.topk}")
-@pytest.mark.parametrize("kind", DATA_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [*((kind, FEW) for kind in DATA_KINDS), (BARRED_DATA, MANY)],
+    ids=lambda value: getattr(value, "tokens", value),
+)
 def test_at_least_as_exact_as_the_deepseek_v3_recipe(kind, sizes):
     case = make_case(kind, sizes, seed=0)
     operands = on_device(case)

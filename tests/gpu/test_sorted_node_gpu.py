@@ -1,5 +1,5 @@
-"""A node over the parameters of Megatron-Core's experts, on rows that a dispatcher has sorted, against
-plain operations in fp32.
+"""A node over the parameters of Megatron-Core's experts, on rows that a dispatcher has sorted, whose weights
+lie elsewhere in the backward.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu.device import DEVICE
-from gpu.engine_cases import relative
+from node.direct_layers import assert_same_bits
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.enums import ActivationType
@@ -27,6 +27,7 @@ def weights_of(shape):
     for expert in range(E):
         memory = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * shape[1] ** -0.5
         module.register_parameter(f"weight{expert}", torch.nn.Parameter(memory))
+        getattr(module, f"weight{expert}").main_grad = torch.zeros(shape, device=DEVICE)
     return module
 
 
@@ -42,44 +43,30 @@ def gather_elsewhere(weights):
     return hold
 
 
-def plain(x, probs, weights):
-    rows = []
-    for expert, part in enumerate(x[:ROWS].split(COUNTS)):
-        gate, up = (part @ weights[expert].T).chunk(2, -1)
-        rows.append((torch.nn.functional.silu(gate) * up) @ weights[E + expert].T)
-    return torch.cat(rows) * probs[:ROWS].unsqueeze(-1)
-
-
-@pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("through_autograd", [False, True])
-@pytest.mark.parametrize(
-    ("engine", "mode", "bound"), [("bf16", "off", 0.02), ("hopper", "perf", 0.1)]
-)
-def test_equals_plain_operations(engine, mode, bound, through_autograd, moved):
-    torch.manual_seed(0)
-    modules = weights_of((2 * I, H)), weights_of((H, I))
-    weights = [weight for module in modules for weight in module.parameters()]
-    for weight in weights:
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-    x, dout = (torch.randn(T, H, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    probs = torch.rand(T, device=DEVICE)
-    inputs = [tensor.float().requires_grad_() for tensor in (x, probs, *weights)]
-    wanted = plain(inputs[0], inputs[1], inputs[2:])
-    gradients = torch.autograd.grad(wanted, inputs, dout[:ROWS].float(), allow_unused=True)
-    x[ROWS:] = float("nan")
-    options = {"through_autograd": through_autograd}
-    held = NumberedParameters(*modules, (E, H, I), ActivationType.SWIGLU, **options)
-    config = SonicMoEConfig(engine=engine, fp8_mode=mode)
-    node = SonicMoEMlpNode.over(LayerState(held), ActivationType.SWIGLU, config=config)
-    x.requires_grad_(), probs.requires_grad_()
-    out = node.forward_sorted(x, torch.tensor(COUNTS, device=DEVICE), probs)
-    kept = gather_elsewhere(weights) if moved else None
-    out.backward(dout)
-    found = [x.grad, probs.grad, *(w.grad if through_autograd else w.main_grad for w in weights)]
-    assert (out[ROWS:] == 0.0).all()
-    for one, other in zip((out[:ROWS], *found), (wanted, *gradients), strict=True):
-        if other is None or not other.any():  # an expert without rows
-            assert not one.any()
-        else:
-            assert relative(one.float().reshape(1, -1), other.reshape(1, -1)).item() < bound
-    del kept
+@pytest.mark.parametrize(("engine", "mode"), [("bf16", "off"), ("hopper", "perf")])
+def test_the_bits_of_weights_that_stay(engine, mode, through_autograd):
+    """Rows behind those of experts are read by nobody, and their output is zeros."""
+
+    def step(moves):
+        torch.manual_seed(0)
+        modules = weights_of((2 * I, H)), weights_of((H, I))
+        weights = [weight for module in modules for weight in module.parameters()]
+        x, dout = (torch.randn(T, H, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        x[ROWS:] = float("nan")
+        probs = torch.rand(T, device=DEVICE)
+        options = {"through_autograd": through_autograd}
+        held = NumberedParameters(*modules, (E, H, I), ActivationType.SWIGLU, **options)
+        config = SonicMoEConfig(engine=engine, fp8_mode=mode)
+        node = SonicMoEMlpNode.over(LayerState(held), ActivationType.SWIGLU, config=config)
+        x.requires_grad_(), probs.requires_grad_()
+        out = node.forward_sorted(x, torch.tensor(COUNTS, device=DEVICE), probs)
+        kept = gather_elsewhere(weights) if moves else None
+        out.backward(dout)
+        del kept
+        name = "grad" if through_autograd else "main_grad"
+        return [out.detach(), x.grad, probs.grad, *(getattr(w, name) for w in weights)]
+
+    stayed, moved = step(False), step(True)
+    assert_same_bits(moved, stayed)
+    assert bool(stayed[0][:ROWS].any()) and not stayed[0][ROWS:].any()

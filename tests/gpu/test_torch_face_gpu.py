@@ -11,7 +11,6 @@ from node.direct_layers import assert_same_bits, relative
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import MoE, moe_general_routing_inputs, moe_TC_softmax_topk_layer
-from sonicmoe.engine.hopper import HopperEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -42,11 +41,10 @@ def gradients(
 
 
 @MODES
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(use_fp8: bool, backend: str) -> None:
+def test_compiled(use_fp8: bool) -> None:
     torch._dynamo.reset()
     moe = layer()
-    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True)
     optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-2, fused=True)
     for tokens in (300, 129, 1024):
         eager = gradients(moe, moe, *batch(tokens), use_fp8)
@@ -109,45 +107,6 @@ def test_captured_in_a_cuda_graph(face, use_fp8: bool) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert_same_bits(results, gradients(source, face(source), x, dout, use_fp8))
-
-
-@FACES
-def test_weights_are_quantised_once_per_update(face, monkeypatch) -> None:
-    calls, original, kept = [], HopperEngine.refresh, HopperEngine.keep
-    remade = HopperEngine.remake
-
-    def refresh(self, source, settings, previous, *written):
-        calls.append("new buffers" if previous is None else "changed")
-        return original(self, source, settings, previous, *written)
-
-    def keep(self, previous):
-        calls.append("guarded")
-        assert kept(self, previous)
-        return True
-
-    def remake(self, previous):
-        calls.append("changed")
-        assert remade(self, previous)
-        return True
-
-    monkeypatch.setattr(HopperEngine, "refresh", refresh)
-    monkeypatch.setattr(HopperEngine, "keep", keep)
-    monkeypatch.setattr(HopperEngine, "remake", remake)
-    moe, (x, dout) = layer(), batch(512)
-    optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-2, fused=True)
-    for update in range(3):
-        for _ in range(3):
-            found = gradients(moe, face(moe), x, dout, use_fp8=True)
-        first = "changed" if update else "new buffers"
-        assert calls == [first, "guarded", "guarded"]
-        fresh = layer(seed=9)
-        fresh.load_state_dict(moe.state_dict())
-        wanted = gradients(fresh, face(fresh), x, dout, use_fp8=True)
-        assert_same_bits(found, wanted, "stale codes")
-        for parameter, gradient in zip(moe.parameters(), found[2:], strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        calls.clear()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,5 +1,5 @@
-"""The Triton engine on the GPU: the contract of the plain engines, gradients into every layout of
-the parameters, the tiles of every architecture, and code that was compiled for sm_80.
+"""The Triton engine on the GPU: the contract of the plain engines, the tiles of every architecture, and
+code that was compiled for sm_80.
 """
 
 from __future__ import annotations
@@ -91,9 +91,6 @@ class TestTritonEngine(PlainEngineContract):
             wanted = wanted.repeat_interleave(offsets.diff() // 128).tolist()
             assert found.tile_expert.tolist()[: len(wanted)] == wanted
         return found.cu_rows, found.index
-
-
-# ---- the parameters' own memory ----
 
 
 # ---- other code ----

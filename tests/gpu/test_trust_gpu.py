@@ -33,14 +33,9 @@ FP8 = EngineSettings(recipe=RECIPES["dx256"])
 WORKLOADS = {
     "swiglu": Workload(EngineSettings(), 512, 256),
     "gelu, bias, fp16": Workload(EngineSettings(ActivationType.GELU), 256, 192, "float16", True),
-    "recomputed z": Workload(EngineSettings(recompute_z=True), 512, 256),
     "wide": Workload(EngineSettings(), 3072, 1536),
     "fp8": Workload(FP8, 512, 256),
     "fp8, wide": Workload(FP8, 3072, 1536),
-    "fp8, z in bf16, recomputed": Workload(
-        replace(FP8, save_z=ZCode.BF16, recompute_z=True), 512, 256
-    ),
-    "fp8, plain wgrad": Workload(replace(FP8, fp8_wgrad=False), 512, 256),
     "fp8, least memory": Workload(
         replace(FP8, recompute_z=True, frees_stagewise=True, iso_weight=True), 512, 256
     ),

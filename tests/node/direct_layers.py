@@ -1,5 +1,5 @@
 """A layer whose weight gradients go straight into `main_grad`, in memory with known bytes around it,
-and what must hold of it on a GPU engine (tests/gpu/test_node_direct_gpu.py). PyTorch only.
+and what must hold of it on a GPU engine (tests/gpu/test_hopper_node_gpu.py). PyTorch only.
 """
 
 from __future__ import annotations

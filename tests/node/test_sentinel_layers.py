@@ -1,5 +1,5 @@
-"""48 stacked nodes of a nearly idle rank, trained on the host in memory full of NaN; tests/gpu has
-the same on GPU engines.
+"""48 stacked nodes of a nearly idle rank, trained on the host in memory full of NaN. On a GPU law `memory`
+of tests/oracle has one layer.
 """
 
 from __future__ import annotations

@@ -7,13 +7,12 @@ itself, in words, what is wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
-from framework import IS_PADDLE, torch
+from framework import IS_PADDLE
 from oracle.case import AXES, Case
-from oracle.faces import FACES, HELD, LAYERS, normal, run
+from oracle.faces import FACES, HELD, LAYERS, device_of, normal, run
 from oracle.golden import ROUTERS, Scene, golden, scene_of
 
 Found = dict[str, np.ndarray]
@@ -97,18 +96,10 @@ def poison(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
 def memory(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
     """Nobody reads what nobody wrote: fresh memory is full of NaN. PyTorch has a switch for that."""
     if not IS_PADDLE:
-        with fresh_memory_of_nan():
+        from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
+
+        with memory_full_of_nan(device_of(engine)):
             yield run(case, scene, engine)
-
-
-@contextmanager
-def fresh_memory_of_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert bool(torch.isnan(torch.empty(5)).all())
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def permuted(case: Case, scene: Scene, engine: str) -> Iterator[Found]:

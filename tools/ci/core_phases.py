@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -354,7 +355,8 @@ def gpu_suites(fast: bool) -> dict[str, Any]:
     """tests/gpu: every kernel against its reference."""
     if find_device() == "cpu":
         raise NotHere("needs an NVIDIA Hopper GPU")
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q"]
+    workers = ["-n", str(min(12, os.cpu_count() or 1)), "--dist", "loadgroup"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", *workers]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     return {"exit code": answer.returncode}
 
