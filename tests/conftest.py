@@ -92,9 +92,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node keeps what is prepared of the weights, as on a GPU; on a host every forward prepares."""
-    from sonicmoe.weights import layer, lent
+    from sonicmoe.layer import bound
+    from sonicmoe.weights import lent
 
-    for module in (layer, lent):
+    for module in (bound, lent):
         monkeypatch.setattr(module, "is_cuda", lambda _tensor: True)
 
 

@@ -127,14 +127,14 @@ def weights_changed(weight1: Tensor, weight2: Tensor) -> None:
     """
     layer = known_layer(weight1, weight2)
     if layer is not None:
-        layer.state.weights.invalidate()
+        layer.state.bound.invalidate()
 
 
 def all_weights_changed() -> None:
     """`weights_changed` for every pair of parameters of this process."""
     # A list of its own: a parameter may go while this runs, and takes its layer along.
     for layer in list(_layers.values()):
-        layer.state.weights.invalidate()
+        layer.state.bound.invalidate()
 
 
 def drop_weight_caches() -> None:
@@ -142,4 +142,4 @@ def drop_weight_caches() -> None:
     parameters are not theirs.
     """
     for layer in list(_layers.values()):
-        layer.state.weights.drop()
+        layer.state.bound.drop()

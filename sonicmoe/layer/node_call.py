@@ -147,7 +147,7 @@ class NodeCall(LayerCall, DifferentiableCall):
         """
         state, batch, beside, parameters = self.state, None, self.beside, self.parameters
         engine, settings, config = self.plan.chosen, self.plan.settings, self.plan.config
-        state.gradients.overwriting.begin(config.resolve().first_backward, parameters)
+        state.gradients.overwriting.begin(self.plan.first_backward, parameters)
         trains, trained = any(trained), list(trained)
         # Memory first: a backward that runs out of it must not have added anything yet.
         if trains and self.wgrad_offer is None:
@@ -215,15 +215,11 @@ def call_on(
             beside = Beside(arrived.biases, arrived.adapters, state.parameters)
         num_inputs = len(inputs) - (0 if beside is None else len(beside.inputs))
     x = tokens_among(inputs[:num_inputs])
-    plan = own.fitted(x, *arrived.form(x), *kinds)
     # Read once per call: modules may replace their weights between calls, and the list is at once
     # the input of autograd, the source of the engine weights and the destination of the gradients.
     parameters = state.parameters.parameters()
-    try:
-        reading = state.weights.read(plan.chosen, plan.settings, parameters, arrived.copies)
-    except Exception as error:
-        raise_with_advice(error, "forward", plan.settings)
-        raise
+    kind = *arrived.form(x), *kinds
+    plan, reading = state.bound.bind(own, x, kind, parameters, arrived.copies)
     offer = None
     if state.offers is not None:
         runs_without = arrived.is_stepped or any(map(requires_grad, inputs))

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..config import ResolvedConfig, SonicMoEConfig, active_config
+from ..config import SonicMoEConfig, active_config
 from ..engine.interface import Engine, EngineSettings
 from ..engine.select import EngineChoice, announce, choose_engine, ready_engine
 from ..engine.settings import TokenFormat, Workload
 from ..enums import ActivationParameters, ActivationType, EngineName, FirstBackward
 from ..errors import ConfigError, expect
-from ..interop import device_name, device_of, dtype_name
+from ..interop import device_name, dtype_name
 from ..layouts import NATIVE, StackedWeights, WeightLayout
 from ..observe import NODE, STACKED
 
@@ -51,6 +51,7 @@ class Plan:
         run on another thread, and after the caller's `activate()` block has ended.
     engine: the name that was asked for.
     face: a key of `observe.FACES`, for those who observe the call.
+    first_backward: whether the first backward of a step adds gradients or writes them.
     is_own: made of a configuration of the layer's own, whatever is in force around a call.
     separate: each expert has weights of its own.
     dequantises: of a fitted plan: the engine is handed the values of tokens that arrived in FP8.
@@ -64,11 +65,11 @@ class Plan:
     engine: EngineName
     validate: bool
     face: str = STACKED
+    first_backward: FirstBackward = FirstBackward.ADD
     is_own: bool = False
     separate: bool = False
     dequantises: bool = field(init=False, repr=False, compare=False, default=False)
     chosen: Engine = field(init=False, repr=False, compare=False, default=_NOT_CHOSEN)
-    _fits: dict[Any, Plan] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:
         """What it was made of: a copy chooses its engine, and is known by its number, where it is."""
@@ -79,34 +80,26 @@ class Plan:
         """The plan with settings that the engine for calls of this kind can compute: `auto` falls
         back from FP8 to BF16, out loud. An engine that was asked for by name and cannot run raises.
         """
-        # Decided once per kind of call: asking for packages and devices takes longer than a launch,
-        # and so does the hash of nested settings.
-        found = self._fits.get(kind)
-        if found is None:
-            with self.config.activate():
-                choice = ready_engine(kind.device, self.engine, self._workload(kind))
-                announce(choice, kind.device)
-            found = dataclasses.replace(self, settings=choice.settings or self.settings)
-            object.__setattr__(found, "chosen", choice.engine)
-            object.__setattr__(found, "dequantises", choice.dequantises is not None)
-            # A fitted plan may be fitted again, to calls of another kind too.
-            self._fits[kind] = found._fits[kind] = found
-        return found
+        return _fitted((id(self), kind), self, lambda: (self, kind))
 
     def fitted_to(self, x: Tensor, weights: StackedWeights, low_rank: bool = False) -> Plan:
         """`fitted` to plain tokens `[..., H]` and stacked weights."""
+        return self.fitted(self.kind_of(x, weights, low_rank))
+
+    def kind_of(self, x: Tensor, weights: StackedWeights, low_rank: bool = False) -> Kind:
+        """The kind of a call of plain tokens `[..., H]` and stacked weights."""
         inner, bias = self.layout.intermediate_size(weights[1]), weights[2] is not None
-        sizes = int(x.shape[-1]), inner, bias, low_rank
-        return self.fitted(Kind(device_name(x), x.dtype, *sizes))
+        return Kind(device_name(x), x.dtype, int(x.shape[-1]), inner, bias, low_rank)
 
     def foretell(self, kind: Kind) -> EngineChoice:
         """Log what `fitted` logs, and raise what it raises, but compile nothing."""
         with self.config.activate():
-            choice = choose_engine(kind.device, self.engine, self._workload(kind))
+            choice = choose_engine(kind.device, self.engine, self.workload(kind))
             announce(choice, kind.device)
         return choice
 
-    def _workload(self, kind: Kind) -> Workload:
+    def workload(self, kind: Kind) -> Workload:
+        """What a call of this kind asks of an engine."""
         _, dtype, hidden, inner, bias, low_rank, tokens = kind
         of_tokens = dtype_name(dtype), bias, self.separate, tokens, low_rank
         return Workload(self.settings, hidden, inner, *of_tokens)
@@ -131,10 +124,6 @@ class OwnPlan:
         self.config = config
         self._layer, self._sizes = (activation, parameters), sizes
         self._separate, self._face = separate, face
-        # Each is one tuple, because threads may run calls of one layer: the configuration as resolved
-        # with its plan, and the question of the last call with the plan that fits it.
-        self._made: tuple[Any, ...] = (None, None)
-        self._bound: tuple[Any, ...] = (None, None)
 
     def __reduce__(self) -> tuple[type[OwnPlan], tuple[Any, ...]]:
         """A copy chooses by itself: it may be loaded where other engines can run."""
@@ -144,16 +133,10 @@ class OwnPlan:
         """The plan under the configuration in force for the layer."""
         config = self.in_scope()
         resolved = config.resolve()
-        # `resolve` returns the same object while nothing changed, so identity is the cheapest test.
-        made = self._made
-        if made[0] is not resolved:
-            settings = EngineSettings.from_config(resolved, *self._layer)
-            decided = resolved.engine, resolved.validate_dispatch
-            made = self._made = (
-                resolved,
-                Plan(config, settings, NATIVE, None, *decided, self._face, separate=self._separate),
-            )
-        return made[1]  # type: ignore[no-any-return]
+        settings = EngineSettings.from_config(resolved, *self._layer)
+        decided = resolved.engine, resolved.validate_dispatch
+        face, rule = self._face, resolved.first_backward
+        return Plan(config, settings, NATIVE, None, *decided, face, rule, separate=self._separate)
 
     def fitted(
         self,
@@ -164,13 +147,10 @@ class OwnPlan:
         low_rank: bool = False,
     ) -> Plan:
         """`Plan.fitted` to a call on the device of x; `dtype`: that its tokens stand for."""
-        resolved = (self.config or active_config()).resolve()
-        asked = resolved, device_of(x), dtype, tokens, bias, low_rank
-        bound = self._bound
-        if bound[0] != asked:
-            kind = Kind(device_name(x), dtype, *self._sizes, bias, low_rank, tokens)
-            bound = self._bound = asked, self.in_force().fitted(kind)
-        return bound[1]  # type: ignore[no-any-return]
+        resolved = self.in_scope().resolve()
+        kind = Kind(device_name(x), dtype, *self._sizes, bias, low_rank, tokens)
+        asked = id(resolved), self._layer, self._separate, self._face
+        return _fitted((asked, kind), resolved, lambda: (self.in_force(), kind))
 
     def fitted_to_weight(self, weight: Tensor) -> Plan:
         """The plan of a layer that no tokens have reached yet, fitted to the device of a weight."""
@@ -233,21 +213,44 @@ def plan_for(
     if use_fp8 is not None and type(use_fp8) is not bool:  # 1 equals True, and finds its plan
         check_use_fp8(use_fp8)
     resolved = active_config().resolve()
-    # By identity: a configuration resolves to the same object until the environment is read again.
-    # The plan that is kept beside it holds that object, so no other one can have its id.
     asked = id(resolved), activation, layout, use_fp8, of_layer
     kind = x.device, x.dtype, x.shape[-1], weights[1].shape, weights[2] is None, low_rank
-    found = _bound.get((asked, kind))
+
+    def plan() -> tuple[Plan, Kind]:
+        made = make_plan(activation, layout, use_fp8, *of_layer)
+        return made, made.kind_of(x, weights, low_rank)
+
+    return _fitted((asked, kind), resolved, plan)
+
+
+def _fitted(asked: Any, holds: object, plan: Callable[[], tuple[Plan, Kind]]) -> Plan:
+    """The plan that `plan` gives, fitted to calls of the kind that it gives: decided once for `asked`,
+    because to ask for packages and devices takes longer than a launch, and so does to hash settings.
+
+    holds: an object by whose identity `asked` names it. The table keeps it, so no other one can have
+    its id. A configuration resolves to the same object until the environment is read again.
+    """
+    found = _fits.get(asked)
     if found is None:
-        if len(_bound) >= MAX_PLANS:
-            _bound.clear()
-        plan = make_plan(activation, layout, use_fp8, *of_layer)
-        found = _bound[asked, kind] = resolved, plan.fitted_to(x, weights, low_rank)
+        if len(_fits) >= MAX_FITS:
+            _fits.clear()
+        found = _fits[asked] = holds, _fit(*plan())
     return found[1]
 
 
-MAX_PLANS = 256
-_bound: dict[Any, tuple[ResolvedConfig, Plan]] = {}
+def _fit(plan: Plan, kind: Kind) -> Plan:
+    with plan.config.activate():
+        choice = ready_engine(kind.device, plan.engine, plan.workload(kind))
+        announce(choice, kind.device)
+    found = dataclasses.replace(plan, settings=choice.settings or plan.settings)
+    object.__setattr__(found, "chosen", choice.engine)
+    object.__setattr__(found, "dequantises", choice.dequantises is not None)
+    return found
+
+
+MAX_FITS = 4096
+# The process's only table of engines by kinds of calls: every layer asks it when it is bound.
+_fits: dict[Any, tuple[object, Plan]] = {}
 _plans: dict[int, Plan] = {}
 
 

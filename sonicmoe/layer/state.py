@@ -18,8 +18,8 @@ from ..observe import NODE
 from ..refusals import need_type
 from ..routing.metadata import RoutingMetadata
 from ..weights.changes import OPTIMIZER_STEPPED, change_watchers
-from ..weights.layer import LayerWeights
 from ..weights.parameters import ExpertParameters
+from .bound import BoundLayer
 from .late_wgrad import WgradOffer, WgradStore
 from .questions import Questions
 
@@ -53,7 +53,7 @@ class LayerState:
         self.parameters = parameters
         (experts, _, hidden), (_, _, inner) = parameters.native_shapes()
         self.sizes = experts, hidden, inner
-        self.weights = LayerWeights(parameters)
+        self.bound = BoundLayer(parameters)
         self.gradients = GradientSink(parameters, way)
         self.offers: Callable[[], WgradOffer | WgradStore | None] | None = None
         self.face = NODE

@@ -59,7 +59,7 @@ class NodeUpkeep:
         self._state.gradients.end_step()
         self._state.questions.at_step(self._state.trained())
         # The optimizer writes the weights next, and no trace of that is relied on.
-        self._state.weights.invalidate("node.step() announced an optimizer step")
+        self._state.bound.invalidate("node.step() announced an optimizer step")
 
     def flush_grads(self) -> None:
         """The gradient half of `step()`: flush, keep the weight caches. May run between
@@ -81,7 +81,7 @@ class NodeUpkeep:
         """Forget everything derived from the weights; call it after loading or swapping weights
         outside an optimizer step.
         """
-        self._state.weights.invalidate()
+        self._state.bound.invalidate()
 
     def discard_grads(self) -> None:
         """Drop every weight gradient that waits in the node: of a batch that is skipped, or of a
@@ -104,7 +104,7 @@ class NodeUpkeep:
         parameters = self._state.parameters.parameters()
         plan = self._plan.fitted_to_weight(parameters[0])
         with self._plan.scope(), advising("forward", plan.settings):
-            self._state.weights.read(plan.chosen, plan.settings, parameters)
+            self._state.bound.read(plan.chosen, plan.settings, parameters)
 
     def make_copies(self) -> WeightCopies:
         """FP8 copies of the weights as they are now, for `forward(copies=)`.

@@ -3,9 +3,9 @@
     source, traces ──► PreparedWeights.read ──► Reading ──► forward ──► backward: check_current()
 
 The node and the functional API are told of writes by different events, and their weights live for
-different times. `layer.LayerWeights` serves the node: it lives as long as its layer, and `step()`
-tells it of optimizer steps. `stacked_cache` serves the functional API: it finds what was prepared
-of a parameter by weak references. `copies.WeightCopies` serves trainers that free their weights.
+different times. `layer/bound.py` serves the node: it lives as long as its layer, and `step()` tells
+it of optimizer steps. `stacked_cache` serves the functional API: it finds what was prepared of a
+parameter by weak references. `copies.WeightCopies` serves trainers that free their weights.
 """
 
 from __future__ import annotations
@@ -103,13 +103,15 @@ class PreparedWeights:
         kept.
     writes: how many of the writes to the parameters showed on the host.
     captures: whether the last read was recorded by a CUDA graph, which holds addresses only.
+    is_settled: whether a forward after an equal one needs `again` alone: the weights are kept, and in
+        every order that a forward or its backward may want.
     """
 
     def __init__(self) -> None:
         """Holds nothing yet."""
         self.weights: EngineWeights | None = None
         self.writes = 0
-        self.captures = False
+        self.captures = self.is_settled = False
         self._of_graphs: list[EngineWeights] = []
         self._key: tuple[Any, ...] | None = None
         self._traces = Traces()
@@ -154,8 +156,9 @@ class PreparedWeights:
         written = held is not None and traces.versions != self._traces.versions
         changed = held is None or stale or traces != self._traces
         one_order = engine.in_one_order(settings)
+        has_choice = one_order is not settings
         self._backwards = 0 if changed else self._backwards
-        if alone and one_order is not settings and held is not None and in_backward():
+        if alone and has_choice and held is not None and in_backward():
             # Weights of several micro-batches, or frozen ones: to make the other order in every
             # backward would cost more than to keep it.
             self._backwards += 1
@@ -191,7 +194,20 @@ class PreparedWeights:
         # Steps of optimizers are not counted: the step of another model must not make an
         # outstanding backward fail.
         self.writes += written
+        is_whole = not has_choice or held.two_orders
+        self.is_settled = self.weights is not None and is_whole and not self.captures
         return Reading(held, self, self.writes)
+
+    def again(self, engine: Engine, anchor: Tensor) -> bool:
+        """Have the engine look for writes that the host does not see, for a forward after an equal one
+        (`is_settled`); False where it asks for `read`. anchor: as of `read`.
+        """
+        held = self.weights
+        self._streams.enter(anchor)
+        try:
+            return held is not None and engine.keep(held)
+        finally:
+            self._streams.leave()
 
     def lend(self) -> None:
         """A forward that starts now reads the weights as they are, without their source."""

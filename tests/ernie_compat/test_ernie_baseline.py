@@ -54,6 +54,7 @@ def test_a_resumed_run_keeps_its_baseline(corpus, tmp_path):
 def test_the_engine_named_is_the_one_the_nodes_chose(precision):
     learner = make_learner("torch", SIZES, run_config().train, precision, "auto")
     chosen = {
-        [*node._plan.in_force()._fits.values()][-1].chosen.name for node in learner.decoder.nodes
+        node._plan.fitted_to_weight(node._state.parameters.parameters()[0]).chosen.name
+        for node in learner.decoder.nodes
     }
     assert chosen == {learner.engine} == {"reference"}

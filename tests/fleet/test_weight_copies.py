@@ -147,7 +147,7 @@ def test_clearing_frees_what_the_engine_quantised_by_itself(weights_on_a_gpu):
     expert.call(fp8=True)
     weights_changed(*expert.weights)
     expert.call(fp8=True)
-    prepared = known_layer(*expert.weights).state.weights._prepared
+    prepared = known_layer(*expert.weights).state.bound._prepared
     buffer = weakref.ref(prepared.weights.w1)
     del prepared
     clear_all_fp8_weight_caches()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
+import numpy as np
+from framework import numpy
 
 from sonicmoe.engine.capabilities import REFERENCE
 from sonicmoe.engine.reference import ReferenceEngine
@@ -33,7 +34,7 @@ class Following(ReferenceEngine):
             self.events.append("made")
             fresh = self.prepare_weights(*natives, None, None, settings)
             return dataclasses.replace(fresh, store=[native.clone() for native in natives])
-        if written or not all(map(torch.equal, natives, previous.store)):
+        if written or not all(map(np.array_equal, map(numpy, natives), map(numpy, previous.store))):
             self.events.append("remade" if written else "found")
             fresh = self.prepare_weights(*natives, None, None, settings)
             for name in ("w1", "w2", "w1_dgrad", "w2_dgrad"):

@@ -45,7 +45,7 @@ class Layer:
         if face == "node":
             node = SonicMoEMlpNode.from_native(*self.weights, config=FP8)
             self.experts = lambda x: node(x, None, ids, probs)
-            self.kept = lambda: node._state.weights._prepared.weights
+            self.kept = lambda: node._state.bound._prepared.weights
         else:
             given = ids, probs, *self.weights, None, None, ActivationType.SWIGLU
             self.experts = lambda x: expert_mlp(x, *given, use_fp8=True)

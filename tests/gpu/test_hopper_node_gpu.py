@@ -69,7 +69,7 @@ def backward(out, batch):
 
 
 def test_auto_chooses_it(caplog):
-    call_plan._bound.clear()  # plans of earlier tests have announced their engines
+    call_plan._fits.clear()  # plans of earlier tests have announced their engines
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
         for seed in range(2):
             whole_step(made := layer(AUTO, seed=seed), made.batch())

@@ -22,7 +22,7 @@ from sonicmoe.errors import (
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.layer import plan
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.weights.layer import LayerWeights
+from sonicmoe.layer.bound import BoundLayer
 
 
 class TestConfiguration:
@@ -97,7 +97,7 @@ class TestConfiguration:
         for name in of_calls:
             watch(ReferenceEngine, name)
         watch(plan, "ready_engine")
-        watch(LayerWeights, "read")
+        watch(BoundLayer, "read")
         watch(GradientSink, "close")
         watch(GradientSink, "flush")
         config = SonicMoEConfig(cache_dir=tmp_path, forbid_compile=True)

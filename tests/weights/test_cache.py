@@ -1,6 +1,5 @@
-"""When a node's engine weights are made again: every row of docs/design.md, "Stale weights", in both
-frameworks. tests/functional/test_stacked_cache.py has the rows of the functional API,
-tests/node/test_node_copies.py those of copies, tests/gpu the engines that look at the device.
+"""When a node's engine weights are made again, of parameters in every arrangement, in both
+frameworks. test_stale_weights.py has the tables of docs/design.md.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import pickle
 
 import numpy as np
 import pytest
-from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import ARRANGEMENTS, Layer, make_problem
 from node.node_harness import FP8 as FP8_CONFIG
-from weights.weight_sources import SOURCES, SWIGLU, expert_modules, per_expert_source, weight_arrays
+from weights.weight_sources import SOURCES, SWIGLU, per_expert_source, weight_arrays
 
 from sonicmoe.engine.expert_matrices import ExpertMatrices
 from sonicmoe.engine.interface import EngineWeights
@@ -22,10 +21,9 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.enums import ZCode
 from sonicmoe.interop import data_ptr
+from sonicmoe.layer.bound import BoundLayer
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.weights.layer import LayerWeights
 from sonicmoe.weights.numbered import NumberedParameters
-from sonicmoe.weights.parameters import PerExpertParameters
 
 PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
@@ -65,7 +63,7 @@ def write(weight, array):
 
 def kept(layer):
     """`(engine, weights)`, prepared and kept."""
-    engine, weights = CountingEngine(), LayerWeights(layer)
+    engine, weights = CountingEngine(), BoundLayer(layer)
     weights.invalidate()  # under Paddle nothing is kept before the first announcement
     weights.read(engine, FP8)
     weights.read(engine, FP8)
@@ -117,22 +115,6 @@ class TestEvents:
         fresh = weights.read(engine, FP8).weights
         assert weights.read(engine, FP8).weights is fresh and engine.prepared == 2
 
-    def test_another_address(self):
-        up_gate, down = weight_arrays()
-        modules = expert_modules(up_gate, down)
-        engine, weights = kept(PerExpertParameters(modules, 3, 16, 12, SWIGLU))
-        old = modules[1].down_proj.weight
-        modules[1].down_proj.weight = parameter(np.float32(down[1]))
-        assert data_ptr(modules[1].down_proj.weight) != data_ptr(old)
-        weights.read(engine, FP8)
-        assert engine.prepared == 2
-
-    def test_other_settings(self):
-        engine, weights = kept(per_expert_source(*weight_arrays()))
-        weights.read(engine, PLAIN)
-        weights.read(engine, EngineSettings(recipe=RECIPES["1x128"]))
-        assert engine.prepared == 3
-
     def test_settings_that_change_no_weight_share_them(self):
         engine, weights = kept(per_expert_source(*weight_arrays()))
         for other in (
@@ -142,22 +124,6 @@ class TestEvents:
             weights.read(engine, other)
         assert engine.prepared == 1
 
-    @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch shows writes")
-    def test_paddle_keeps_nothing_that_nobody_announces(self):
-        """Its optimizers leave no trace, and nobody calls `step()` where only evaluation runs."""
-        engine, weights = CountingEngine(), LayerWeights(per_expert_source(*weight_arrays()))
-        for _ in range(3):
-            weights.read(engine, PLAIN)
-        assert engine.prepared == 3
-        weights.invalidate()
-        for _ in range(3):
-            weights.read(engine, PLAIN)
-        assert engine.prepared == 4
-        with torch.no_grad():
-            for _ in range(2):
-                weights.read(engine, PLAIN)
-        assert engine.prepared == 6
-
 
 class TestOnAHost:
     """The engine prepares in every forward, whatever anybody announces."""
@@ -166,7 +132,7 @@ class TestOnAHost:
     @pytest.mark.parametrize("settings", [PLAIN, FP8], ids=["plain", "fp8"])
     def test_a_write_without_an_announcement_is_computed_with(self, make, settings):
         layer, engine = make(*weight_arrays()), ReferenceEngine()
-        weights = LayerWeights(layer)
+        weights = BoundLayer(layer)
         weights.read(engine, settings)
         for weight in layer.parameters():
             address, changed = data_ptr(weight), numpy(weight)
@@ -177,11 +143,11 @@ class TestOnAHost:
                 weight.data.copy_(tensor(changed, weight.dtype))  # moves no version counter
             assert data_ptr(weight) == address, "the test must change the weight in place"
             found = weights.read(engine, settings).values()
-            wanted = LayerWeights(layer).read(engine, settings).values()
+            wanted = BoundLayer(layer).read(engine, settings).values()
             assert all(map(np.array_equal, map(numpy, found), map(numpy, wanted)))
 
     def test_nothing_is_held_between_forwards(self):
-        weights = LayerWeights(per_expert_source(*weight_arrays()))
+        weights = BoundLayer(per_expert_source(*weight_arrays()))
         weights.read(ReferenceEngine(), FP8)
         assert weights._prepared.weights is None
 
@@ -190,7 +156,7 @@ class TestAnEngineThatLooks:
     """It is asked in every forward, and quantises whatever it finds where the host knows better."""
 
     def test_is_asked_at_every_forward(self):
-        engine, weights = LookingEngine(), LayerWeights(per_expert_source(*weight_arrays()))
+        engine, weights = LookingEngine(), BoundLayer(per_expert_source(*weight_arrays()))
         first = weights.read(engine, FP8).weights
         assert all(weights.read(engine, FP8).weights is first for _ in range(3))
         assert (engine.looks, engine.told) == (3, [True])
@@ -200,7 +166,7 @@ class TestAnEngineThatLooks:
     )
     def test_is_told_of_an_event(self, event):
         layer = per_expert_source(*weight_arrays())
-        engine, weights = LookingEngine(), LayerWeights(layer)
+        engine, weights = LookingEngine(), BoundLayer(layer)
         first = weights.read(engine, FP8).weights
         EVENTS[event](weights, layer.parameters())
         assert weights.read(engine, FP8).weights is first
@@ -208,7 +174,7 @@ class TestAnEngineThatLooks:
 
     def test_that_cannot_look_is_shown_the_weights(self):
         """As where it read a copy of them."""
-        engine, weights = LookingEngine(), LayerWeights(per_expert_source(*weight_arrays()))
+        engine, weights = LookingEngine(), BoundLayer(per_expert_source(*weight_arrays()))
         engine.keep = lambda *_: False
         for _ in range(2):
             weights.read(engine, FP8)
@@ -220,7 +186,7 @@ class TestBackwardsThatAreLate:
 
     def scenario(self, engine, change):
         layer = per_expert_source(*weight_arrays())
-        weights = LayerWeights(layer)
+        weights = BoundLayer(layer)
         early = weights.read(engine, FP8)
         change(weights, layer.parameters()[1])
         early.check_current()  # nothing has overwritten the old weights so far
@@ -252,7 +218,7 @@ class TestBackwardsThatAreLate:
     @pytest.mark.usefixtures("weights_on_a_gpu")
     def test_memory_that_the_engine_reads_where_it_lies_must_not_be_written(self):
         layer = SOURCES["native"](*weight_arrays())
-        reading = LayerWeights(layer).read(ReferenceEngine(), PLAIN)
+        reading = BoundLayer(layer).read(ReferenceEngine(), PLAIN)
         reading.check_current()
         write(layer.parameters()[1], 2 * numpy(layer.parameters()[1]))
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*where they lie"):
@@ -267,7 +233,7 @@ class TestBackwardsThatAreLate:
         for module, shape in zip(modules, ((8, 4), (4, 4)), strict=True):
             module.weight0 = torch.nn.Parameter(torch.randn(shape))
         options = {"through_autograd": through_autograd}
-        weights = LayerWeights(NumberedParameters(*modules, (1, 4, 4), SWIGLU, **options))
+        weights = BoundLayer(NumberedParameters(*modules, (1, 4, 4), SWIGLU, **options))
         engine = ReferenceEngine()
 
         def refresh(source, *_):
@@ -292,7 +258,7 @@ def test_a_node_is_pickled_without_what_it_prepared(arrangement):
     layer = Layer(make_problem(), arrangement=arrangement, config=FP8_CONFIG)
     expected = numpy(layer.call().out)
     size = len(pickle.dumps(layer.node))
-    layer.node._state.weights.drop()
+    layer.node._state.bound.drop()
     assert len(pickle.dumps(layer.node)) == size
     for duplicate in (pickle.loads(pickle.dumps(layer.node)), copy.deepcopy(layer.node)):
         layer.node = duplicate

@@ -1,0 +1,172 @@
+"""`BoundLayer`: what the calls of a layer share until something changes, behind one guard.
+
+    configuration, kind of call, places of the weights, writes to them ──► guard ──► plan, weights
+
+Everything that a call may find changed is named in the guard (docs/design.md, "Stale weights").
+Where the guard is that of the last call, its plan and its engine weights hold, and nothing else is
+asked. Where it differs, the layer is bound anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..engine.interface import Engine, EngineWeights
+from ..engine.settings import EngineSettings
+from ..interop import IS_PADDLE, device_of, grad_enabled, is_capturing, is_cuda, is_recomputed
+from ..out_of_memory import raise_with_advice
+from ..weights.cache import LookedAtAgain, PreparedWeights, Reading
+from ..weights.changes import announce_change, change_watchers, traces_of
+from ..weights.copies import WeightCopies
+from ..weights.lent import lent_by
+from ..weights.parameters import ExpertParameters, check_memory
+from .plan import OwnPlan, Plan
+
+Tensor = torch.Tensor
+
+
+class _Binding(NamedTuple):
+    """What a call found. One tuple, because threads may run calls of one layer.
+
+    guard: everything that this depends on.
+    plan: fitted to the call.
+    weights, lent: as of its `Reading`.
+    """
+
+    guard: tuple[Any, ...]
+    plan: Plan
+    weights: EngineWeights
+    lent: LookedAtAgain | None
+
+
+class BoundLayer:
+    """The plan and the engine weights of one layer that lives from call to call."""
+
+    def __init__(self, parameters: ExpertParameters) -> None:
+        """Keep nothing yet: the first forward binds."""
+        self._parameters = parameters
+        self._prepared = PreparedWeights()
+        self._binding: _Binding | None = None
+        # How many writes somebody announced, and how many of them the engine weights have. The
+        # first read is one that nobody need announce.
+        self._announced, self._read = 0, -1
+
+    def __reduce__(self) -> tuple[type[BoundLayer], tuple[ExpertParameters]]:
+        """A copy prepares its own weights: FP8 codes cannot be pickled, and need not be."""
+        return BoundLayer, (self._parameters,)
+
+    def bind(
+        self,
+        own: OwnPlan,
+        x: Tensor,
+        kind: tuple[Any, ...],
+        parameters: Sequence[Tensor],
+        copies: WeightCopies | None = None,
+    ) -> tuple[Plan, Reading]:
+        """The plan and the weights of a forward that starts now.
+
+        Args:
+            own: of the node that is called; the nodes of one layer share its weights.
+            x, kind: as of `OwnPlan.fitted`.
+            parameters: read from the layer a moment ago.
+            copies: as of `read`.
+        """
+        if copies is not None:
+            plan = own.fitted(x, *kind)
+            return plan, self._advised(plan, parameters, copies)
+        if IS_PADDLE:  # whose freed tensors must not be asked where they lie
+            check_memory(parameters)
+        guard = (
+            own,
+            own.in_scope().resolve(),
+            device_of(x),
+            kind,
+            self._parameters.place(parameters),
+            traces_of(parameters),
+            self._announced,
+            grad_enabled(),
+            is_capturing(x),
+        )
+        prepared, bound = self._prepared, self._binding
+        is_same = bound is not None and bound.guard == guard
+        if is_same and prepared.again(bound.plan.chosen, parameters[0]):
+            return bound.plan, Reading(bound.weights, prepared, prepared.writes, bound.lent)
+        plan = own.fitted(x, *kind)
+        reading = self._advised(plan, parameters)
+        if self._prepared.is_settled:
+            self._binding = _Binding(guard, plan, reading.weights, reading.lent)
+        return plan, reading
+
+    def _advised(
+        self, plan: Plan, parameters: Sequence[Tensor], copies: WeightCopies | None = None
+    ) -> Reading:
+        try:
+            return self.read(plan.chosen, plan.settings, parameters, copies)
+        except Exception as error:
+            raise_with_advice(error, "forward", plan.settings)
+            raise
+
+    def read(
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        parameters: Sequence[Tensor] | None = None,
+        copies: WeightCopies | None = None,
+    ) -> Reading:
+        """The weights for a forward that starts now, whatever the last call found.
+
+        Args:
+            engine, settings: as in `Engine.refresh`.
+            parameters: read from the layer a moment ago, if they were.
+            copies: what to read in place of the parameters, where the settings have an FP8 recipe.
+        """
+        self._binding = None
+        parameters = parameters or self._parameters.parameters()
+        if copies is not None and settings.recipe is not None:
+            # Weights that this layer has prepared before would lie beside the copies.
+            self.drop()
+            return copies.read(engine, settings, self._parameters, parameters)
+        if IS_PADDLE:
+            check_memory(parameters)
+        place, announced = self._parameters.place(parameters), self._announced
+        # PyTorch gives a weight without memory the address 0. The place needs the addresses
+        # anyway, and asking every weight for its memory would take longer than a launch.
+        if 0 in place:
+            check_memory(parameters)
+        source, traces = partial(self._parameters.source, parameters), traces_of(parameters)
+        reading = self._prepared.read(
+            engine,
+            settings,
+            source,
+            parameters[0],
+            place,
+            traces,
+            stale=self._read != announced,
+            # PyTorch shows writes. Under Paddle a trainer that has once announced a write announces
+            # all, but for one that only evaluates.
+            keeps=is_cuda(parameters[0]) and (not IS_PADDLE or (announced > 0 and grad_enabled())),
+            alone=not grad_enabled() or is_recomputed(),
+        )
+        # Last, because a read that raised has not used up the announcement.
+        self._read = announced
+        if reading.weights.store is None and grad_enabled():
+            given = parameters, reading.weights, traces.versions
+            reading.lent, reading.weights = lent_by(*given)
+        return reading
+
+    def invalidate(self, event: str = "invalidate_caches() announced a write") -> None:
+        """Have the next forward make the engine weights again, and no forward read copies that were
+        made before. `event`: the announcement, in words for a message.
+        """
+        self._announced += 1
+        # Usually nobody holds copies, and listing the parameters of many experts takes a while.
+        if change_watchers:
+            announce_change(self._parameters.parameters(), event)
+
+    def drop(self) -> None:
+        """Free the engine weights; the next forward makes them again."""
+        self._binding, self._prepared, self._read = None, PreparedWeights(), -1

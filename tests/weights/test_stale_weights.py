@@ -1,0 +1,338 @@
+"""docs/design.md, "Stale weights": both tables, row by row and column by column, in both frameworks.
+A row or a cell that this file does not know fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from framework import IS_PADDLE, numpy, parameter, torch
+from functional.following import Following
+from node.node_harness import Layer, make_problem
+from weights.freed_memory import free
+
+from sonicmoe.config import SonicMoEConfig
+from sonicmoe.engine.capabilities import REFERENCE
+from sonicmoe.engine.reference import ReferenceEngine
+from sonicmoe.enums import EngineName
+from sonicmoe.errors import ConfigError, StaleWeightsError
+from sonicmoe.layer import plan
+
+PAGE = Path(__file__).parents[2] / "docs" / "design.md"
+OURS = SonicMoEConfig(engine="auto", fp8_mode="perf")
+OTHERS = {
+    "settings": SonicMoEConfig(engine="auto", fp8_mode="perf", recipe="1x128"),
+    "engine": SonicMoEConfig(engine="reference", fp8_mode="perf"),
+}
+
+
+def tables():
+    """Each table of the section: its head, and its rows by their first cells."""
+    text = PAGE.read_text().split("\n## Stale weights\n")[1].split("\n## ")[0]
+    found, lines = [], text.splitlines()
+    for line, after in itertools.pairwise(lines):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if after.startswith("|---"):
+            found.append((cells[1:], {}))
+        elif line.startswith("|") and not line.startswith("|---"):
+            found[-1][1][cells[0]] = cells[1:]
+    return found
+
+
+(COLUMNS, EVENT_ROWS), (_, QUIET_ROWS) = tables()
+NODE, PASSED, COPIES = COLUMNS
+
+
+class Counting(ReferenceEngine):
+    """One that does not look for writes. events: "made" whenever it makes weights."""
+
+    name = "counting"
+    record = REFERENCE
+
+    def __init__(self):
+        self.events = []
+
+    def prepare_weights(self, *arguments):
+        self.events.append("made")
+        return super().prepare_weights(*arguments)
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Has every layer choose `kind()` by itself, and another one where `engine` names one."""
+
+    def plant(kind):
+        made = {EngineName.AUTO: kind(), EngineName.REFERENCE: kind()}
+        made[EngineName.REFERENCE].name += ", named"
+        choose = plan.ready_engine
+
+        def choice(device, requested, workload):
+            found = choose(device, EngineName.REFERENCE, workload)
+            return dataclasses.replace(found, engine=made[requested])
+
+        monkeypatch.setattr(plan, "ready_engine", choice)
+        monkeypatch.setattr(plan, "_fits", {})
+        return made[EngineName.AUTO], made[EngineName.REFERENCE]
+
+    return plant
+
+
+class OfNode:
+    """The layer of a node."""
+
+    def __init__(self):
+        self.layer = Layer(make_problem(), dtype=torch.bfloat16, config=None)
+        if IS_PADDLE:  # nothing is kept before the first announcement
+            self.layer.node.invalidate_caches()
+
+    def forward(self, config=OURS):
+        with config.activate():
+            return numpy(self.layer.call().out)
+
+    def fresh(self):
+        self.layer.node = self.layer.another_node()
+        return self.forward()
+
+    @property
+    def weights(self):
+        return self.layer.weights
+
+    def step(self):
+        self.layer.node.step()
+
+    def invalidate(self):
+        self.layer.node.invalidate_caches()
+
+    def move(self):
+        expert = self.layer.experts[1]
+        self.layer.weights[1] = expert.up_gate_proj.weight = parameter(
+            np.float32(numpy(expert.up_gate_proj.weight)[:, ::-1]), torch.bfloat16
+        )
+
+
+class OfPassed:
+    """A `MoE`, whose weights come with each call."""
+
+    def __init__(self):
+        from sonicmoe import MoE
+
+        torch.manual_seed(0)
+        self.module = MoE(4, 2, 32, 64).to(torch.bfloat16)
+        self.x = torch.randn(9, 32).to(torch.bfloat16)
+
+    def forward(self, config=OURS):
+        with config.activate():
+            return numpy(self.module(self.x)[0])
+
+    def fresh(self):
+        self.module = copy.deepcopy(self.module)
+        return self.forward()
+
+    @property
+    def weights(self):
+        return [self.module.c_fc.weight, self.module.c_proj.weight]
+
+    def invalidate(self):
+        self.module.invalidate_caches()
+
+    def move(self):
+        self.module.c_fc.weight.data = self.module.c_fc.weight.detach().flip(1).clone()
+
+
+class OfCopies(OfNode):
+    """Copies whose parameters were freed."""
+
+    def __init__(self):
+        super().__init__()
+        with OURS.activate():
+            self.copies = self.layer.node.make_copies()
+
+    def forward(self, config=OURS):
+        free(*self.weights)
+        with config.activate():
+            return numpy(self.layer.call(copies=self.copies).out)
+
+
+SUBJECTS = {NODE: OfNode, PASSED: OfPassed, COPIES: OfCopies}
+
+
+def write(subject):
+    with torch.no_grad():
+        subject.weights[-1].mul_(-1.5)
+
+
+def optimize(parameters):
+    """A fused optimizer moves no version counter."""
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    torch.optim.AdamW(parameters, lr=0.1, fused=True).step()
+
+
+def another(subject):
+    optimize([torch.nn.Parameter(torch.zeros(1))])
+
+
+# Of each row what happens, by name; the configuration of the next call, where that is the event.
+EVENTS = {
+    "`node.step()`": {"step": lambda subject: subject.step()},
+    "`invalidate_caches()`": {"call": lambda subject: subject.invalidate()},
+    "a parameter lies at another address, in another layout or dtype": {
+        "address": lambda subject: subject.move()
+    },
+    "PyTorch: a version counter moved": {"in place": write},
+    "PyTorch: a `torch.optim.Optimizer` stepped, any in the process": {
+        "own": lambda subject: optimize(subject.weights),
+        "another's": another,
+    },
+    "other settings, another engine": OTHERS,
+}
+# What is passed is kept for engines that look, and copies are kept whatever the engine does.
+KINDS = {NODE: (Counting, Following), PASSED: (Following,), COPIES: (Counting,)}
+CELLS = [
+    pytest.param(row, event, column, cell, kind, id=f"{column[:5]}-{row}-{event}-{kind.name}")
+    for row, cells in EVENT_ROWS.items()
+    for column, cell in zip(COLUMNS, cells, strict=True)
+    for event in EVENTS.get(row, [""])
+    for kind in KINDS[column]
+    if cell != "–" and not (IS_PADDLE and (column == PASSED or row.startswith("PyTorch")))
+]
+
+
+def test_no_row_is_unknown():
+    assert list(EVENT_ROWS) == list(EVENTS)
+    assert list(QUIET_ROWS) == list(QUIET)
+
+
+@pytest.mark.usefixtures("weights_on_a_gpu")
+@pytest.mark.parametrize(("row", "event", "column", "cell", "kind"), CELLS)
+def test_an_event(row, event, column, cell, kind, engines):
+    happens = EVENTS[row][event]
+    of_call = happens if isinstance(happens, SonicMoEConfig) else OURS
+    engine, named = engines(kind)
+    subject = SUBJECTS[column]()
+    if column == COPIES:
+        check_copies(subject, event, happens, of_call, cell)
+        return
+    assert cell == "made again"
+    for _ in range(3):
+        subject.forward()
+    assert engine.events == ["made"] and not named.events
+    if happens is not of_call:
+        happens(subject)
+    out = subject.forward(of_call)
+    subject.forward(of_call)
+    assert len(engine.events + named.events) == 2, "made again, and once"
+    if of_call is OURS:
+        assert np.array_equal(out, subject.fresh()), "stale"
+
+
+def check_copies(copies, event, happens, of_call, cell):
+    if of_call is not OURS:
+        assert cell == "refused"
+        with pytest.raises(ConfigError, match="copies that were made with the configuration"):
+            copies.forward(of_call)
+        return
+    happens(copies)
+    if event == "another's":
+        assert cell == "stale if it holds one of the parameters"
+        copies.forward()
+        return
+    assert cell.startswith("stale")
+    with pytest.raises(StaleWeightsError, match="are stale"):
+        copies.forward()
+
+
+# ---- a forward without an event ----
+
+
+def of_every_face():
+    return [OfNode] if IS_PADDLE else [OfNode, OfPassed]
+
+
+def looked_at(engines, request):
+    """The engine is asked at every forward, and finds what no event announced."""
+    for face in of_every_face():
+        engine, _ = engines(Following)
+        subject = face()
+        subject.forward()
+        for weight in subject.weights:
+            before = numpy(weight).astype(np.float32)
+            assign_unseen(weight, -1.5 * before)
+            subject.forward()
+        found = ["made"] + ["found"] * len(subject.weights)
+        assert engine.events == found and np.array_equal(subject.forward(), subject.fresh())
+
+
+def assign_unseen(weight, values):
+    """Past every version counter."""
+    made = parameter(values, torch.bfloat16)
+    if IS_PADDLE:
+        with torch.no_grad():
+            weight.copy_(made)
+    else:
+        weight.data.copy_(made.data)
+
+
+def made_every_time(face, engines):
+    engine, _ = engines(Counting)
+    subject = face()
+    for _ in range(3):
+        subject.forward()
+    assert engine.events == 3 * ["made"]
+    assign_unseen(subject.weights[-1], -1.5 * numpy(subject.weights[-1]).astype(np.float32))
+    assert np.array_equal(subject.forward(), subject.fresh())
+
+
+def on_a_host(engines, request):
+    made_every_time(OfNode, engines)
+
+
+def on_a_gpu(engines, request):
+    request.getfixturevalue("weights_on_a_gpu")
+    engine, _ = engines(Counting)
+    subject = OfNode()
+    for _ in range(3):
+        subject.forward()
+    assert engine.events == ["made"]
+
+
+def in_paddle(engines, request):
+    request.getfixturevalue("weights_on_a_gpu")
+    engine, _ = engines(Counting)
+    subject = OfNode()
+    subject.layer.node = subject.layer.another_node()  # to which nobody has announced anything
+    for _ in range(2):
+        subject.forward()
+    assert engine.events == 2 * ["made"]
+    subject.invalidate()
+    for _ in range(3):
+        subject.forward()
+    assert engine.events == 3 * ["made"]
+    with torch.no_grad():
+        for _ in range(2):
+            subject.forward()
+    assert engine.events == 5 * ["made"]
+
+
+def of_passed(engines, request):
+    request.getfixturevalue("weights_on_a_gpu")
+    made_every_time(OfPassed, engines)
+
+
+QUIET = {
+    "`hopper`, `mxfp8`": (looked_at, True),
+    "any other, on a host": (on_a_host, True),
+    "any other, on a GPU, node under PyTorch": (on_a_gpu, not IS_PADDLE),
+    "any other, on a GPU, node under Paddle": (in_paddle, IS_PADDLE),
+    "any other, functional API": (of_passed, not IS_PADDLE),
+}
+
+
+@pytest.mark.parametrize("row", [row for row, (_, here) in QUIET.items() if here])
+def test_no_event(row, engines, request):
+    QUIET[row][0](engines, request)
