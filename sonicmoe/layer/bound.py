@@ -92,9 +92,9 @@ class BoundLayer:
             is_capturing(x),
         )
         prepared, bound = self._prepared, self._binding
-        is_same = bound is not None and bound.guard == guard
-        if is_same and prepared.again(bound.plan.chosen, parameters[0]):
-            return bound.plan, Reading(bound.weights, prepared, prepared.writes, bound.lent)
+        if bound is not None and bound.guard == guard:
+            if prepared.again(bound.plan.chosen, parameters[0]):
+                return bound.plan, Reading(bound.weights, prepared, prepared.writes, bound.lent)
         plan = own.fitted(x, *kind)
         reading = self._advised(plan, parameters)
         if self._prepared.is_settled:

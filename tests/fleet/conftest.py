@@ -24,10 +24,10 @@ def wide():
 @pytest.fixture
 def traceless(monkeypatch):
     """No write shows on the host, as under Paddle."""
-    from sonicmoe.weights import layer
+    from sonicmoe.layer import bound
     from sonicmoe.weights.changes import Traces
 
-    monkeypatch.setattr(layer, "traces_of", lambda _weights: Traces())
+    monkeypatch.setattr(bound, "traces_of", lambda _weights: Traces())
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from sonicmoe.errors import (
 )
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.layer import plan
-from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.layer.bound import BoundLayer
+from sonicmoe.quant.recipes import RECIPES
 
 
 class TestConfiguration:
