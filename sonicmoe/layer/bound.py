@@ -92,9 +92,9 @@ class BoundLayer:
             is_capturing(x),
         )
         prepared, bound = self._prepared, self._binding
-        if bound is not None and bound.guard == guard:
-            if prepared.again(bound.plan.chosen, parameters[0]):
-                return bound.plan, Reading(bound.weights, prepared, prepared.writes, bound.lent)
+        same = None if bound is None or bound.guard != guard else bound
+        if same is not None and prepared.again(same.plan.chosen, parameters[0]):
+            return same.plan, Reading(same.weights, prepared, prepared.writes, same.lent)
         plan = own.fitted(x, *kind)
         reading = self._advised(plan, parameters)
         if self._prepared.is_settled:
