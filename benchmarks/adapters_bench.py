@@ -12,6 +12,8 @@ same layer trained whole, and beside peft alone. One layer, forward and backward
 | full fp8, full bf16 | this engine, every weight trains, and nobody writes one between the calls |
 | frozen fp8, frozen bf16 | this engine without adapters: gradients of tokens and probabilities |
 | lora fp8, lora bf16 | this engine with adapters of peft |
+| lora fp8, one order | the same with `iso_weight`: codes of the weights in one order |
+| lora codes | adapters of peft on experts that are codes alone; a backward transposes them |
 | peft | peft alone over transformers' grouped_mm, as it runs: no graph can hold its parametrizations |
 | peft compiled | what peft computes, `W + scale B A` and then grouped_mm, in one compiled graph |
 
@@ -42,6 +44,7 @@ from timing import Way, cell, markdown
 from torch import nn
 
 from sonicmoe import SonicMoEConfig
+from sonicmoe.integrations.frozen import freeze_experts
 from sonicmoe.integrations.transformers import register
 
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -84,6 +87,7 @@ class Contestant:
     module: Callable[..., torch.Tensor]
     trains: bool = False
     factors: dict[str, nn.Parameter] = field(default_factory=dict)
+    config: SonicMoEConfig = field(default_factory=SonicMoEConfig)
 
     def forward(self) -> torch.Tensor:
         """Alone, as in training: what backward needs is kept."""
@@ -95,7 +99,8 @@ class Contestant:
         self.experts.clear()
         for factor in self.factors.values():
             factor.grad = None
-        self.forward().backward(self.experts.dout)
+        with self.config.activate():
+            self.forward().backward(self.experts.dout)
 
     def way(self, call: Callable[[], object]) -> Way:
         """`call`, or `forward` alone, on weights that train or do not."""
@@ -107,9 +112,15 @@ class Contestant:
         return Way(call, settle, self.experts.clear)
 
 
-def adapted(experts: Experts, implementation: str, rank: int) -> tuple[Any, dict[str, Any]]:
-    """The module that peft has wrapped, and the factors of its adapters, equal for equal ranks."""
+def adapted(
+    experts: Experts, implementation: str, rank: int, in_codes: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    """The module that peft has wrapped, and the factors of its adapters, equal for equal ranks.
+    in_codes: the module's weights become codes; the other modules keep theirs.
+    """
     layer = Layer(experts.module(implementation))
+    if in_codes:
+        freeze_experts(layer)
     config = LoraConfig(
         r=rank, target_modules=[], target_parameters=TARGETS, init_lora_weights=False
     )
@@ -129,6 +140,11 @@ def contestants(experts: Experts, rank: int, ours: bool = False) -> dict[str, Co
         made[f"frozen {name}"] = Contestant(experts, module)
         wrapped, factors = adapted(experts, implementation, rank)
         made[f"lora {name}"] = Contestant(experts, wrapped, factors=factors)
+    wrapped, factors = adapted(experts, "sonicmoe_fp8", rank)
+    one_order = SonicMoEConfig(iso_weight=True)
+    made["lora fp8, one order"] = Contestant(experts, wrapped, factors=factors, config=one_order)
+    wrapped, factors = adapted(experts, "sonicmoe_fp8", rank, in_codes=True)
+    made["lora codes"] = Contestant(experts, wrapped, factors=factors)
     if ours:
         return made
     wrapped, factors = adapted(experts, "grouped_mm", rank)
@@ -193,7 +209,8 @@ def table(found: dict[str, Any]) -> str:
     rows = []
     for name, each in figures.items():
         kind, _, precision = name.partition(" ")
-        base = figures[f"frozen {precision}"]["forward"] if kind == "lora" else None
+        frozen = "frozen bf16" if precision == "bf16" else "frozen fp8"
+        base = figures[frozen]["forward"] if kind == "lora" else None
         rows.append((
             name, cell(each["forward"]), cell(base and 100 * (each["forward"] / base - 1), ".1f"),
             cell(each["wall"]), cell(each["wall"] / full["wall"], ".2f"),

@@ -170,7 +170,7 @@ def measure(row: Row, modes: tuple[str, ...], rounds: int, device: str) -> dict[
     experts = Experts(row, device)
     modules = modules_of(experts)
     experts.train_weights(True)
-    errors = {name: errors_of(experts, module) for name, module in modules.items()}
+    errors = errors_of(experts, modules)
     six = timing.busy_us(six_products(experts), device, timing.CALLS)
     if row.model in WITH_NODE:
         modules["node"] = node_of(experts)

@@ -1,49 +1,36 @@
 #!/usr/bin/env python3
-"""LoRA beside experts that are frozen as FP8 codes alone: whole models of real sizes on one GPU, and
-one layer beside codes in two orders.
+"""LoRA beside experts that are frozen as FP8 codes alone: whole models of real sizes on one GPU.
 
-    benchmarks/frozen_bench.py --json f.json            # one H200: all three
+    benchmarks/frozen_bench.py --json f.json            # one H200: both
     benchmarks/frozen_bench.py --only qwen3             # Qwen3-30B-A3B: 48 layers, 4 x 2,048 tokens
     benchmarks/frozen_bench.py --only gpt-oss           # gpt-oss-120b: 36 layers, 2 x 2,048 tokens
-    benchmarks/frozen_bench.py --only layer             # a layer of Qwen3-30B-A3B, 16,384 tokens
     benchmarks/frozen_bench.py --quick                  # tiny, on a CPU: is the program right?
 
-Models have random codes, made layer by layer on the GPU, and adapters of rank 16 on experts and
-attention. A step is forward, backward and AdamW, with checkpointing of every decoder layer; the loss
-is computed 1,024 tokens at a time, because logits of all are larger than what is measured here.
+Models have random codes, made layer by layer on the GPU, and peft's adapters of rank 16 on experts
+and attention. A step is forward, backward and AdamW, with checkpointing of every decoder layer; the
+loss is computed 1,024 tokens at a time, because logits of all are larger than what is measured here.
 Factors and their moments are fp32, of gpt-oss-120b bf16. Peaks are what PyTorch has allocated.
-
-| contestant of the layer | what |
-|---|---|
-| codes alone | LoRA beside frozen codes; a backward transposes them |
-| two orders | LoRA beside bf16 weights and their codes in two orders |
-| one order | the same with `iso_weight`: bf16 weights and codes in one order |
-| compiled | LoRA as peft computes it, `W + scale B A` and then grouped_mm, in one compiled graph |
-
-`error` is the largest relative RMSE of a factor's gradient against fp32, in %.
+adapters_bench.py has one layer of frozen codes beside others.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import timing
 import torch
-from model_experts import ROWS, Experts, exact_copy, tiny, worst_error
 from model_step_bench import config_of
-from timing import GIB, Way
+from peft import LoraConfig, get_peft_model
+from timing import GIB
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig
 
-from sonicmoe import LowRank, SonicMoEConfig
-from sonicmoe.integrations.frozen import empty_codes, freeze_experts, frozen_bytes
+from sonicmoe.integrations.frozen import empty_codes, frozen_bytes
 from sonicmoe.integrations.transformers import register
 
 WEIGHTS = "gate_up_proj", "down_proj"
@@ -54,64 +41,6 @@ LOSS_AT_ONCE = 1024
 def say(words: str) -> None:
     """At once, because a step may run out of memory."""
     print(words, flush=True)
-
-
-class AdaptedExperts(nn.Module):
-    """Experts of transformers with a pair of factors beside each projection."""
-
-    def __init__(self, base: nn.Module, rank: int, device: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.base, self.scale, self.factors = base, 2.0, nn.ParameterDict()
-        for name in WEIGHTS:
-            experts, first, second = getattr(base, name).shape
-            turned = getattr(base, "is_transposed", False)
-            inputs, outputs = (first, second) if turned else (second, first)
-            a = torch.randn(experts, rank, inputs, device=device) * inputs**-0.5
-            b = torch.randn(experts, outputs, rank, device=device) * 0.01
-            self.factors[f"{name}_a"] = nn.Parameter(a.to(dtype))
-            self.factors[f"{name}_b"] = nn.Parameter(b.to(dtype))
-
-    def pairs(self) -> dict[str, LowRank]:
-        """By the name of the weight."""
-        return {
-            name: LowRank(self.factors[f"{name}_a"], self.factors[f"{name}_b"], self.scale)
-            for name in WEIGHTS
-        }
-
-    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        """As the experts."""
-        return self.base(*batch, adapters=self.pairs())  # type: ignore[no-any-return]
-
-
-class AdaptedLinear(nn.Module):
-    """A frozen linear map with a pair of factors."""
-
-    def __init__(self, base: nn.Linear, rank: int, device: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.base = base
-        a = torch.randn(rank, base.in_features, device=device) * base.in_features**-0.5
-        self.a = nn.Parameter(a.to(dtype))
-        self.b = nn.Parameter(torch.zeros(base.out_features, rank, device=device, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x W + 2 (x A) B`."""
-        return self.base(x) + 2.0 * ((x @ self.a.to(x.dtype).T) @ self.b.to(x.dtype).T)  # type: ignore[no-any-return]
-
-
-class Folded(nn.Module):
-    """Experts as peft computes them, in a form that the compiler takes."""
-
-    def __init__(self, adapted: AdaptedExperts, base: nn.Module) -> None:
-        super().__init__()
-        self.adapted, self.base = adapted, base
-
-    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        """As the experts."""
-        weights = {}
-        for name, (a, b, scale) in self.adapted.pairs().items():
-            weight = getattr(self.base, name)
-            weights[name] = torch.baddbmm(weight, b.to(weight), a.to(weight), alpha=scale)
-        return torch.func.functional_call(self.base, weights, batch)  # type: ignore[no-any-return]
 
 
 def fill_codes(model: nn.Module) -> None:
@@ -142,17 +71,15 @@ def materialise(model: nn.Module, config: PretrainedConfig, device: str) -> None
     assert not left, f"buffers without values: {left}"
 
 
-def adapt(model: nn.Module, rank: int, device: str, dtype: torch.dtype) -> list[nn.Parameter]:
+def adapt(model: nn.Module, rank: int, dtype: torch.dtype) -> list[nn.Parameter]:
     """Put adapters on attention and experts; the factors."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for module in list(model.modules()):
-        for name, part in list(module.named_children()):
-            if name in ATTENTION:
-                setattr(module, name, AdaptedLinear(part, rank, device, dtype))
-            elif name == "experts":
-                setattr(module, name, AdaptedExperts(part, rank, device, dtype))
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [f"experts.{name}" for name in WEIGHTS]
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=list(ATTENTION), target_parameters=parameters
+    )
+    in_fp32 = dtype == torch.float32
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
+    return [parameter for parameter in adapted.parameters() if parameter.requires_grad]
 
 
 def build(config: PretrainedConfig, attention: str, device: str) -> nn.Module:
@@ -193,7 +120,7 @@ def measure_model(name: str, case: dict[str, Any], rank: int, steps: int, device
     on_gpu = device != "cpu"
     begin = time.perf_counter()
     model = build(case["config"], case["attention"], device)
-    factors = adapt(model, rank, device, case["dtype"])
+    factors = adapt(model, rank, case["dtype"])
     timing.wait(device)
     found: dict[str, Any] = {
         "model": name,
@@ -228,74 +155,6 @@ def measure_model(name: str, case: dict[str, Any], rank: int, steps: int, device
     return found
 
 
-def layer_of(experts: Experts, implementation: str, rank: int, freeze: bool) -> AdaptedExperts:
-    """The row's experts with the same factors in every contestant."""
-    module = experts.module(implementation)
-    for weight in experts.weights.values():
-        weight.requires_grad_(False)
-    if freeze:
-        say(f"layer: codes lose {100 * freeze_experts(module).error:.2f} % of the weights")
-    torch.manual_seed(1)
-    return AdaptedExperts(module, rank, experts.device, torch.bfloat16)
-
-
-def way_of(experts: Experts, layer: nn.Module, module: Callable[..., Any], config: Any) -> Way:
-    """Forward and backward of a contestant."""
-
-    def clear() -> None:
-        experts.clear()
-        layer.zero_grad()
-
-    def call() -> None:
-        clear()
-        with config.activate():
-            module(experts.x, experts.ids, experts.probs).backward(experts.dout)
-
-    return Way(call, call, clear)
-
-
-def gradients(layer: AdaptedExperts, way: Way) -> dict[str, torch.Tensor]:
-    """Gradients of the factors, in fp32, after one call."""
-    way.call()
-    return {name: factor.grad.float() for name, factor in layer.factors.items()}
-
-
-def measure_layer(rank: int, rounds: int, tokens: int, device: str) -> Any:
-    """Medians of every contestant, in turns."""
-    row = next(row for row in ROWS if row.model == "Qwen3-30B-A3B")
-    row = tiny(row) if device == "cpu" else row._replace(tokens=tokens)
-    experts = Experts(row, device)
-    wide, reference = exact_copy(experts), SonicMoEConfig(engine="reference")
-    layer = layer_of(wide, "sonicmoe", rank, freeze=False)
-    exact = gradients(layer, way_of(wide, layer, layer, reference))
-    layers = {
-        "codes alone": layer_of(experts, "sonicmoe_fp8", rank, freeze=True),
-        "two orders": layer_of(experts, "sonicmoe_fp8", rank, freeze=False),
-        "one order": layer_of(experts, "sonicmoe_fp8", rank, freeze=False),
-        "compiled": layer_of(experts, "grouped_mm", rank, freeze=False),
-    }
-    ways, errors = {}, {}
-    for name, layer in layers.items():
-        module: Any = layer
-        if name == "compiled":
-            folded = Folded(layer, layer.base)
-            module = torch.compile(folded, backend=timing.backend_of(device))
-        config = SonicMoEConfig(iso_weight=True) if name == "one order" else SonicMoEConfig()
-        way = way_of(experts, layer, module, config)
-        try:
-            errors[name] = worst_error(gradients(layer, way), exact)
-        except Exception as error:  # the others are measured all the same
-            say(f"layer, {name}: {type(error).__name__}: {error}")
-            continue
-        ways[name] = way
-    figures = timing.measured(ways, device, rounds)
-    for name, each in figures.items():
-        each["error"] = errors[name]
-        times = f"{each['wall']:.0f} us wall, {each['busy']:.0f} us busy"
-        say(f"layer, {name}: {times}, error {100 * each['error']:.2f} %")
-    return {"row": row.title, "figures": figures}
-
-
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
     """Models of real sizes, or tiny ones."""
     small = {
@@ -314,41 +173,28 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
 
 
 @click.command(help=__doc__)
-@click.option("--only", type=click.Choice(["layer", "qwen3", "gpt-oss"]), help="One of the three.")
+@click.option("--only", type=click.Choice(["qwen3", "gpt-oss"]), help="One of the two.")
 @click.option("--rank", type=click.IntRange(1, 128), default=16, show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True)
-@timing.rounds_option()
-@click.option("--tokens", type=click.IntRange(1), default=16384, show_default=True)
 @timing.quick_option
 @timing.json_option
-def main(
-    only: str | None, rank: int, steps: int, rounds: int, tokens: int, quick: bool,
-    json_file: Path | None,
-) -> None:  # fmt: skip
+def main(only: str | None, rank: int, steps: int, quick: bool, json_file: Path | None) -> None:
     """Measure, and print."""
     device, failed = timing.device_of(quick), []
     register()
-    found: dict[str, Any] = {"models": [], "layer": None}
-    programs = {
-        name: partial(measure_model, name, case, rank, steps, device)
-        for name, case in cases(quick).items()
-    }
-    programs = {"layer": partial(measure_layer, rank, rounds, tokens, device), **programs}
-    if only is not None:
-        programs = {name: p for name, p in programs.items() if name.lower().startswith(only)}
-    for name, program in programs.items():
+    found: list[dict[str, Any]] = []
+    for name, case in cases(quick).items():
+        if not name.lower().startswith(only or ""):
+            continue
         try:
-            figures = program()
-            found |= (
-                {"layer": figures} if name == "layer" else {"models": [*found["models"], figures]}
-            )
+            found.append(measure_model(name, case, rank, steps, device))
         except Exception as error:  # what was measured before is written all the same
             say(f"{name} FAILED: {type(error).__name__}: {error}")
             failed.append(name)
         if device != "cpu":
             torch.cuda.empty_cache()
-        timing.write_figures(json_file, **found)
-    for each in found["models"]:
+        timing.write_figures(json_file, models=found)
+    for each in found:
         keys = "step s", "tokens/s", "peak GiB", "reserved GiB", "resident GiB", "codes GiB"
         say(f"| {each['model']} | " + " | ".join(f"{key} {each[key]:.2f}" for key in keys) + " |")
     if failed:

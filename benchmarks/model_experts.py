@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sonicmoe import SonicMoEConfig
 from sonicmoe.bench.models import MEASURED
 
 Tensor = torch.Tensor
@@ -165,10 +166,13 @@ def _experts_class(models: Any) -> type[nn.Module]:
     )
 
 
-def exact_copy(experts: Experts) -> Experts:
-    """The same layer in fp32, whose weights are frozen."""
+def exact_copy(experts: Experts, trained: bool = False) -> Experts:
+    """The same layer in fp32; `trained`: whether its weights get gradients."""
     wide = copy.copy(experts)
-    wide.weights = {n: nn.Parameter(w.detach().float(), False) for n, w in experts.weights.items()}
+    wide.weights = {
+        name: nn.Parameter(weight.detach().float(), trained)
+        for name, weight in experts.weights.items()
+    }
     wide.x, wide.probs = (t.detach().float().requires_grad_() for t in (experts.x, experts.probs))
     wide.dout = experts.dout.float()
     return wide
@@ -179,55 +183,38 @@ def worst_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return max(_relative(found[name], value) for name, value in exact.items())
 
 
-def errors_of(experts: Experts, module: nn.Module) -> dict[str, float]:
-    """Relative RMSE of out, dx and dweights, each over all of its elements: one call of the module
-    beside the same products in fp32, expert by expert, so that fp32 copies of one expert's weights
-    suffice.
-    """
+def results_of(experts: Experts, module: nn.Module) -> dict[str, Tensor]:
+    """Output, and gradients of the tokens and of every weight, of one call."""
     experts.clear()
     out = module(experts.x, experts.ids, experts.probs)
     out.backward(experts.dout)
-    x = experts.x.detach().float().requires_grad_()
-    golden = torch.zeros_like(x)
-    sums = [0.0, 0.0]  # squares of differences and of values, of the weight gradients
-    matmul = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        for expert in range(experts.row.local_experts):
-            _add_expert(experts, module, expert, x, golden, sums)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = matmul
-    assert x.grad is not None and experts.x.grad is not None
-    found = {
-        "out": _relative(out, golden),
-        "dx": _relative(experts.x.grad, x.grad),
-        "dweights": (sums[0] / sums[1]) ** 0.5,
-    }
+    leaves = {"dx": experts.x, **experts.weights}
+    found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     experts.clear()
-    return found
+    return {"out": out.detach(), **found}
 
 
-def _add_expert(
-    experts: Experts, module: nn.Module, expert: int, x: Tensor, golden: Tensor, sums: list[float]
-) -> None:
-    """This expert's part of the output and of dx, and the error of its weight gradients."""
-    rows, slots = torch.where(experts.ids == expert)
-    own = {
-        name: weight[expert].detach().float().requires_grad_()
-        for name, weight in experts.weights.items()
-    }
-    up, down = own["gate_up_proj"], own["down_proj"]
-    transposed = getattr(module, "is_transposed", False)
-    z = x[rows] @ (up if transposed else up.T) + own.get("gate_up_proj_bias", 0.0)
-    y = module._apply_gate(z) @ (down if transposed else down.T)  # type: ignore[operator]
-    y = (y + own.get("down_proj_bias", 0.0)) * experts.probs.detach()[rows, slots, None]
-    golden.index_add_(0, rows, y.detach())
-    y.backward(experts.dout[rows].float())
-    for name, weight in experts.weights.items():
-        gradient, reference = weight.grad, own[name].grad
-        assert gradient is not None and reference is not None
-        sums[0] += float((gradient[expert].float() - reference).square().sum())
-        sums[1] += float(reference.square().sum())
+def errors_of(experts: Experts, modules: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Relative RMSE of out, dx and dweights, each over all of its elements, of every module: one call
+    beside the reference engine's in fp32.
+    """
+    wide = exact_copy(experts, trained=True)
+    with SonicMoEConfig(engine="reference").activate():
+        exact = results_of(wide, wide.module("sonicmoe"))
+    errors = {}
+    for name, module in modules.items():
+        found = results_of(experts, module)
+        squares = {key: _squares(found[key], golden) for key, golden in exact.items()}
+        of_weights = [squares.pop(key) for key in experts.weights]
+        error, total = map(sum, zip(*of_weights, strict=True))
+        errors[name] = {key: (above / below) ** 0.5 for key, (above, below) in squares.items()}
+        errors[name]["dweights"] = (error / total) ** 0.5
+    return errors
+
+
+def _squares(found: Tensor, golden: Tensor) -> tuple[float, float]:
+    """Sums of squares of the differences and of the values."""
+    return float((found.float() - golden).square().sum()), float(golden.square().sum())
 
 
 def _relative(found: Tensor, golden: Tensor) -> float:

@@ -14,7 +14,7 @@ PROGRAMS = sorted(
     if "@click.command" in path.read_text()
 )
 NEED_A_GPU = ("small_batch_bench", "deepgemm_bench", "wgrad_bench")
-NEEDS = {"adapters_bench": "peft", "host_bench": "tvm_ffi"}
+NEEDS = {"adapters_bench": "peft", "frozen_bench": "peft", "host_bench": "tvm_ffi"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -48,14 +48,16 @@ def test_adapters_on_experts(run, tmp_path):
         for precision in ("fp8", "bf16")
         for kind in ("full", "frozen", "lora")
     ]
-    assert list(row["figures"]) == [*kinds, "peft", "peft compiled"]
+    more = "lora fp8, one order", "lora codes"
+    assert list(row["figures"]) == [*kinds, *more, "peft", "peft compiled"]
     assert all(each["wall"] > 0 and each["forward"] > 0 for each in row["figures"].values())
     errors = row["errors"]
-    assert set(errors) == {"lora fp8", "lora bf16", "peft", "peft compiled"}
+    assert set(errors) == {"lora fp8", "lora bf16", *more, "peft", "peft compiled"}
     assert errors["lora bf16"] < 0.01 < errors["lora fp8"] < 0.1
+    assert errors["lora codes"] == errors["lora fp8"] == errors["lora fp8, one order"]
     assert max(errors["peft"], errors["peft compiled"]) < 0.01
     assert said.endswith(run("adapters_bench", "--show", found))
-    assert len(said.split("r = 4 |")[1].strip().splitlines()) == 2 + 8
+    assert len(said.split("r = 4 |")[1].strip().splitlines()) == 2 + 10
 
 
 def test_steps_of_a_model(run, tmp_path):
@@ -90,17 +92,12 @@ def test_steps_under_fsdp2(tmp_path):
 
 
 def test_models_with_frozen_experts(run, tmp_path):
+    pytest.importorskip("peft", minversion="0.21")
     found = tmp_path / "f.json"
-    said = run("frozen_bench", "--quick", "--rounds=1", "--steps=3", "--rank=4", "--json", found)
+    said = run("frozen_bench", "--quick", "--steps=3", "--rank=4", "--json", found)
     figures = json.loads(found.read_text())
     assert [each["model"] for each in figures["models"]] == ["Qwen3-30B-A3B", "gpt-oss-120b"]
     for each in figures["models"]:
         assert each["step s"] > 0 and each["codes GiB"] > 0 and len(each["losses"]) == 4
         assert each["losses"][-1] < each["losses"][0]
         assert f"| {each['model']} | step s {each['step s']:.2f} |" in said
-    layer = figures["layer"]["figures"]
-    assert set(layer) == {"codes alone", "two orders", "one order", "compiled"}
-    assert layer["compiled"]["error"] < 0.01 < layer["codes alone"]["error"] < 0.1
-    assert layer["two orders"] != layer["codes alone"] and all(
-        e["wall"] > 0 for e in layer.values()
-    )
