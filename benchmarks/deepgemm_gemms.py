@@ -4,27 +4,23 @@ They are the products of a layer's forward and backward and nothing else: no gat
 quantisation, routing or aggregation. So they bound what those cost an engine that does all of it.
 The operands are quantised once, before anything is timed.
 
-Legend: R rows, sorted by expert, each expert's padded to whole blocks; E experts, H hidden, I
-intermediate. "Contiguous" operands are `[R, width]` with one scale per row and 128 columns; weights
-are `[E, N, K]` with one per 128 x 128; operands of a weight gradient lie expert by expert as
-`[width, rows]`, with one scale per column of `[R, width]` and 128 rows.
+Legend: R rows, sorted by expert, each expert's padded to whole blocks; E experts. "Contiguous"
+operands are `[R, width]` with one scale per row and 128 columns; weights are `[E, N, K]` with one
+per 128 x 128; operands of a weight gradient lie expert by expert as `[width, rows]`, with one scale
+per column of `[R, width]` and 128 rows.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
+import click
 import torch
 
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.workload import ROTATION_BYTES
-from sonicmoe.errors import SonicMoEError
 from sonicmoe.observe import stage
 from sonicmoe.quant.recipes import columns, iso, rows
 from sonicmoe.quant.reference import quantize, transpose_storage
@@ -33,66 +29,10 @@ Tensor = torch.Tensor
 Scaled = tuple[Tensor, Tensor]  # codes, scales
 
 BLOCK = 128  # of its scales, and of its rows per expert
-M_GROUPED, K_GROUPED = "m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous"
-ALIGNMENT = "get_mk_alignment_for_contiguous_layout"
 # bf16 outputs round to 2^-9 of a value, and Hopper's tensor cores sum FP8 products with 14 bits.
 # Scales of another layout are wrong by far more.
 TOLERANCE = 0.02
 CHECKED_ROWS = 64
-CHUNK_ELEMENTS = 1 << 24  # of operands quantised at once; its fp32 temporaries take ten times that
-
-
-class PeerError(SonicMoEError, RuntimeError):
-    """`deep_gemm` is there and cannot be measured; the message says why."""
-
-
-def load() -> ModuleType:
-    """The module.
-
-    Raises:
-        PeerError: it cannot be imported, or lacks a function needed here.
-    """
-    try:
-        # It reports missing parts on stdout, where our output must stay one JSON object.
-        with contextlib.redirect_stdout(sys.stderr):
-            library = importlib.import_module("deep_gemm")
-    # Other people's code may raise anything.
-    except Exception as error:
-        raise PeerError(f"deep_gemm cannot be imported: {_one_line(error)}") from None
-    missing = [name for name in (M_GROUPED, K_GROUPED, ALIGNMENT) if not hasattr(library, name)]
-    if missing:
-        version = getattr(library, "__version__", "of an unknown version")
-        raise PeerError(f"deep_gemm {version} has no {', '.join(missing)}; needed: those of 2.6")
-    return library
-
-
-def prepare(
-    library: ModuleType, shape: Shape, counts: Sequence[Sequence[int]], device: str
-) -> SixGemms:
-    """The six products, compiled and checked against their definition; counts: rows of each expert,
-    of one batch after another.
-
-    Raises:
-        PeerError: sizes or a GPU that these GEMMs do not take, an interface other than the one
-            written for, wrong results, or not enough memory.
-    """
-    for name, size in (("hidden", shape.hidden), ("intermediate", shape.intermediate)):
-        if size % BLOCK:
-            raise PeerError(f"{name} is {size}; needed: a multiple of {BLOCK}, the scales' block")
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        raise PeerError("this is no Hopper GPU; needed: one, on others its formats differ")
-    try:
-        aligned = getattr(library, ALIGNMENT)()
-        if aligned != BLOCK:
-            raise PeerError(f"deep_gemm aligns experts to {aligned} rows; needed: {BLOCK}")
-        six = SixGemms(library, shape, counts, device)
-        six.check()
-    except PeerError:
-        raise
-    # As above: an assertion of the library, a changed signature, a compiler that is missing.
-    except Exception as error:
-        raise PeerError(_one_line(error)) from None
-    return six
 
 
 @dataclass(frozen=True)
@@ -112,48 +52,43 @@ class Gemm:
 
 
 class SixGemms:
-    """The products on rotating operands."""
+    """The products on rotating operands, with the methods that `runner.time_all` asks for."""
 
     def __init__(
-        self, library: ModuleType, shape: Shape, counts: Sequence[Sequence[int]], device: str
+        self, library: Any, shape: Shape, counts: Sequence[Sequence[int]], device: str
     ) -> None:
-        """Quantises all operands; compiles and runs nothing yet."""
+        """Quantise all operands, and compile and check every product. counts: rows of each expert, of
+        one batch after another.
+        """
         torch.manual_seed(0)
         sizes = (2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
         weights = [_weight(shape.experts, *size, device) for size in sizes]
-        layouts = [_Layout(each, device) for each in counts[: _rotation(shape, len(counts))]]
-        outputs = _Outputs(shape, max(layout.rows for layout in layouts), device)
-        self._sets = [_products(library, shape, each, weights, outputs) for each in layouts]
-
-    def check(self) -> None:
-        """Compile and run every product.
-
-        Raises:
-            PeerError: a sample of an output is not the product of the operands.
-        """
-        for gemms in self._sets:
-            for gemm in gemms:
-                error = gemm.error()
-                if not error <= TOLERANCE:  # also where it is NaN
-                    raise PeerError(
-                        f"{gemm.stage} is off by {error:.2g} of its norm; needed: {TOLERANCE}. "
-                        "Its layouts may differ from those of DeepGEMM 2.6"
-                    )
+        # Both forms of x, dout (H), y (I) and dz (2 I); sets that exceed the L2 cache twice.
+        nbytes = 2 * shape.rows * (2 * shape.hidden + 3 * shape.intermediate)
+        used = counts[: 1 + ROTATION_BYTES // nbytes]
+        self._sets = [
+            _products(library, shape, _Layout(each, device), *weights[0], *weights[1])
+            for each in used
+        ]
+        for gemm in (gemm for gemms in self._sets for gemm in gemms):
+            error = gemm.error()
+            if not error <= TOLERANCE:  # also where it is NaN
+                words = f"{gemm.stage} is off by {error:.2g} of its norm; needed: {TOLERANCE}"
+                raise click.ClickException(f"{words}. Its layouts may not be those of DeepGEMM 2.6")
 
     def phases(self, number: int) -> Sequence[tuple[str, Callable[[], None]]]:
         """Forward and backward of call `number`, in order of time."""
-        return (
-            ("forward", lambda: self._run(number, slice(None, 2))),
-            ("backward", lambda: self._run(number, slice(2, None))),
-        )
+        gemms = self._sets[number % len(self._sets)]
+
+        def run(some: Sequence[Gemm]) -> None:
+            for gemm in some:
+                gemm.run()
+
+        return ("forward", lambda: run(gemms[:2])), ("backward", lambda: run(gemms[2:]))
 
     def steps(self, layers: int) -> PeerStack:
         """A step of several layers, as our engines have it in the steady state."""
         return PeerStack(self, layers)
-
-    def _run(self, number: int, which: slice) -> None:
-        for gemm in self._sets[number % len(self._sets)][which]:
-            gemm.run()
 
 
 class PeerStack:
@@ -176,71 +111,50 @@ class _Layout:
     """Where each expert's rows lie: padded to whole blocks, one expert behind the other."""
 
     def __init__(self, counts: Sequence[int], device: str) -> None:
-        self.device, self.counts = device, list(counts)
+        self.device = device
         self.padded = [-(-count // BLOCK) * BLOCK for count in counts]
-        self.starts = [sum(self.padded[:expert]) for expert in range(len(counts))]
-        self.rows = sum(self.padded)
+        # A wrong offset shows first in the last expert that has rows.
+        self.last = max(expert for expert, count in enumerate(counts) if count)
+        self.checked = min(counts[self.last], CHECKED_ROWS)
+        self.start, self.rows = sum(self.padded[: self.last]), sum(self.padded)
         owners = torch.full((self.rows,), -1, dtype=torch.int32)  # -1: padding
-        for expert, (start, count) in enumerate(zip(self.starts, counts, strict=True)):
-            owners[start : start + count] = expert
+        first = 0
+        for expert, (count, padded) in enumerate(zip(counts, self.padded, strict=True)):
+            owners[first : first + count] = expert
+            first += padded
         self.owners = owners.to(device)
         self.sizes = torch.tensor(self.padded, dtype=torch.int32, device=device)
 
-    @property
-    def last(self) -> int:
-        """The last expert that has rows: a wrong offset shows there first."""
-        return max(expert for expert, count in enumerate(self.counts) if count)
-
-
-class _Outputs:
-    """Buffers of the six products, for the most rows of any batch."""
-
-    def __init__(self, shape: Shape, most_rows: int, device: str) -> None:
-        def empty(width: int) -> Tensor:
-            return torch.empty((most_rows, width), dtype=torch.bfloat16, device=device)
-
-        def zeros(height: int, width: int) -> Tensor:
-            return torch.zeros((shape.experts, height, width), device=device)
-
-        self.z, self.out = empty(2 * shape.intermediate), empty(shape.hidden)
-        self.dy, self.dx = empty(shape.intermediate), empty(shape.hidden)
-        self.dw1 = zeros(2 * shape.intermediate, shape.hidden)
-        self.dw2 = zeros(shape.hidden, shape.intermediate)
-
-
-def _rotation(shape: Shape, batches: int) -> int:
-    """How many sets of operands exceed the L2 cache twice; at most one per batch."""
-    # Both forms of x, dout (H), y (I) and dz (2 I).
-    nbytes = 2 * shape.rows * (2 * shape.hidden + 3 * shape.intermediate)
-    return min(batches, 1 + ROTATION_BYTES // nbytes)
-
 
 def _products(
-    library: ModuleType, shape: Shape, layout: _Layout, weights: list[tuple[Scaled, Scaled]],
-    outputs: _Outputs,
+    library: Any, shape: Shape, layout: _Layout, up: Scaled, up_transposed: Scaled, down: Scaled,
+    down_transposed: Scaled,
 ) -> list[Gemm]:  # fmt: skip
-    """In the order of a layer's forward and backward; weights: each and its transpose."""
-    (up, up_transposed), (down, down_transposed) = weights
-    x_rows, x_columns = _operand(layout, shape.hidden)
-    y_rows, y_columns = _operand(layout, shape.intermediate)
-    dout_rows, dout_columns = _operand(layout, shape.hidden)
-    dz_rows, dz_columns = _operand(layout, 2 * shape.intermediate)
-    by_rows, by_experts = getattr(library, M_GROUPED), getattr(library, K_GROUPED)
+    """In the order of a layer's forward and backward."""
+    hidden, inner = shape.hidden, shape.intermediate
+    x, y, dout, dz = (_operand(layout, width) for width in (hidden, inner, hidden, 2 * inner))
+
+    def of_rows(name: str, a: Scaled, b: Scaled) -> Gemm:
+        return _row_gemm(library.m_grouped_fp8_gemm_nt_contiguous, name, layout, a, b)
+
+    def of_weights(name: str, a: Scaled, b: Scaled) -> Gemm:
+        return _weight_gemm(library.k_grouped_fp8_gemm_nt_contiguous, name, layout, a, b)
+
     return [
-        _row_gemm(by_rows, "up", layout, x_rows, up, outputs.z),
-        _row_gemm(by_rows, "down", layout, y_rows, down, outputs.out),
-        _row_gemm(by_rows, "dgated", layout, dout_rows, down_transposed, outputs.dy),
-        _row_gemm(by_rows, "dx_gemm", layout, dz_rows, up_transposed, outputs.dx),
-        _weight_gemm(by_experts, "dw2", layout, dout_columns, y_columns, outputs.dw2),
-        _weight_gemm(by_experts, "dw1", layout, dz_columns, x_columns, outputs.dw1),
+        of_rows("up", x[0], up),
+        of_rows("down", y[0], down),
+        of_rows("dgated", dout[0], down_transposed),
+        of_rows("dx_gemm", dz[0], up_transposed),
+        of_weights("dw2", dout[1], y[1]),
+        of_weights("dw1", dz[1], x[1]),
     ]
 
 
 def _row_gemm(
-    function: Callable[..., Any], name: str, layout: _Layout, a: Scaled, b: Scaled, buffer: Tensor
+    function: Callable[..., Any], name: str, layout: _Layout, a: Scaled, b: Scaled
 ) -> Gemm:
     """`d[r] = a[r] @ b[owner of r].T` in bf16."""
-    d = buffer[: layout.rows]
+    d = torch.empty((layout.rows, b[0].shape[1]), dtype=torch.bfloat16, device=layout.device)
 
     def launch() -> None:
         function(a, b, d, layout.owners)
@@ -248,9 +162,7 @@ def _row_gemm(
     def error() -> float:
         d.fill_(float("nan"))
         launch()
-        expert = layout.last
-        start = layout.starts[expert]
-        sample = slice(start, start + min(layout.counts[expert], CHECKED_ROWS))
+        sample, expert = slice(layout.start, layout.start + layout.checked), layout.last
         blocks = b[1][expert].repeat_interleave(BLOCK, 0)
         wanted = _values(a[0][sample], a[1][sample]) @ _values(b[0][expert], blocks).T
         return _relative_error(d[sample], wanted)
@@ -259,9 +171,11 @@ def _row_gemm(
 
 
 def _weight_gemm(
-    function: Callable[..., Any], name: str, layout: _Layout, a: Scaled, b: Scaled, d: Tensor
+    function: Callable[..., Any], name: str, layout: _Layout, a: Scaled, b: Scaled
 ) -> Gemm:
     """`d[e] += a[rows of e].T @ b[rows of e]` in fp32."""
+    sizes = len(layout.padded), a[1].shape[0], b[1].shape[0]
+    d = torch.zeros(sizes, device=layout.device)
 
     def launch() -> None:
         # Positions, because the fifth argument has had two names.
@@ -270,10 +184,8 @@ def _weight_gemm(
     def error() -> float:
         d.zero_()
         launch()
-        left, right = (_of_expert(each, layout, layout.last) for each in (a, b))
-        found = d[layout.last, :CHECKED_ROWS].clone()
-        d.zero_()
-        return _relative_error(found, left[:CHECKED_ROWS] @ right.T)
+        left, right = (_of_last(each, layout) for each in (a, b))
+        return _relative_error(d[layout.last, :CHECKED_ROWS], left[:CHECKED_ROWS] @ right.T)
 
     return Gemm(name, launch, error)
 
@@ -283,20 +195,16 @@ def _operand(layout: _Layout, width: int) -> tuple[Scaled, Scaled]:
     gradient. All scales are transposed in memory, as its kernels read them: otherwise it would copy
     them in every call.
     """
-    chunk = max(BLOCK, CHUNK_ELEMENTS // width // BLOCK * BLOCK)
-    by_row, by_column = [], []
-    for first in range(0, layout.rows, chunk):
-        owners = layout.owners[first : first + chunk]
-        values = torch.randn((owners.numel(), width), device=layout.device)
-        values = (values * (owners >= 0).unsqueeze(1)).to(torch.bfloat16)
-        by_row.append(quantize(values, rows(BLOCK)))
-        by_column.append(quantize(values, columns(BLOCK)))
-    row_scales = torch.cat([q.scale_inv for q in by_row])
-    column_scales = torch.cat([q.scale_inv for q in by_column])
-    codes = _joined([q.codes for q in by_column])
+    values = torch.randn((layout.rows, width), device=layout.device)
+    values = (values * (layout.owners >= 0).unsqueeze(1)).to(torch.bfloat16)
+    by_row, by_column = quantize(values, rows(BLOCK)), quantize(values, columns(BLOCK))
+    # Of every expert `[width, rows]`, one behind the other; moved as bytes, because few operations
+    # know FP8.
+    parts = by_column.codes.view(torch.uint8).split(layout.padded)
+    turned = torch.cat([part.T.reshape(-1) for part in parts]).view(by_column.codes.dtype)
     return (
-        (_joined([q.codes for q in by_row]), _columns_first(row_scales)),
-        (_per_expert(codes, layout), _columns_first(column_scales.T)),
+        (by_row.codes, _columns_first(by_row.scale_inv)),
+        (turned, _columns_first(by_column.scale_inv.T)),
     )
 
 
@@ -308,41 +216,20 @@ def _columns_first(scales: Tensor) -> Tensor:
     return laid.copy_(scales)
 
 
-def _per_expert(codes: Tensor, layout: _Layout) -> Tensor:
-    """`[R, width]` to `[width, rows]` of every expert, one behind the other in one dimension."""
-    parts = codes.view(torch.uint8).split(layout.padded)
-    return torch.cat([part.T.reshape(-1) for part in parts]).view(codes.dtype)
-
-
-def _of_expert(operand: Scaled, layout: _Layout, expert: int) -> Tensor:
-    """The values `[width, rows]` of one expert's part of a weight gradient's operand."""
+def _of_last(operand: Scaled, layout: _Layout) -> Tensor:
+    """The values `[width, rows]` of the last expert's part of a weight gradient's operand."""
     codes, scales = operand
-    width, start, count = scales.shape[0], layout.starts[expert], layout.padded[expert]
+    width, start, count = scales.shape[0], layout.start, layout.padded[layout.last]
     own = codes[start * width : (start + count) * width].view(width, count)
     return _values(own, scales[:, start // BLOCK : (start + count) // BLOCK])
 
 
 def _weight(experts: int, height: int, width: int, device: str) -> tuple[Scaled, Scaled]:
     """A random normal weight `[E, height, width]` and its transpose, of variance 1 / width."""
-    straight, transposed = [], []
-    for _ in range(experts):
-        values = torch.randn((height, width), device=device) * width**-0.5
-        straight.append(quantize(values.to(torch.bfloat16), iso(BLOCK)))
-        transposed.append(transpose_storage(straight[-1]))
-    both = [
-        (_stacked([q.codes for q in each]), torch.stack([q.scale_inv for q in each]))
-        for each in (straight, transposed)
-    ]
-    return both[0], both[1]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    # Moved as bytes: few operations know FP8.
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+    values = torch.randn((experts, height, width), device=device) * width**-0.5
+    straight = quantize(values.to(torch.bfloat16), iso(BLOCK))
+    turned = transpose_storage(straight)
+    return (straight.codes, straight.scale_inv), (turned.codes, turned.scale_inv)
 
 
 def _values(codes: Tensor, scales: Tensor) -> Tensor:
@@ -352,7 +239,3 @@ def _values(codes: Tensor, scales: Tensor) -> Tensor:
 
 def _relative_error(found: Tensor, wanted: Tensor) -> float:
     return float((found.to(torch.float32) - wanted).norm() / wanted.norm())
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join([f"{type(error).__name__}:", *str(error).split()])
