@@ -48,7 +48,7 @@ import tvm_ffi
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from host_layers import LAYERS, moe_step, paddle_step, torch_step, transformers_step
+from host_layers import LAYERS, moe_step, node_step, transformers_step
 
 NODE_FACES = "node", "grad", "stacked", "step"
 MODULE_FACES = "transformers", "written", "frozen"
@@ -88,10 +88,8 @@ def main(
     made = {}
     for precision, face, local in itertools.product(precisions, faces, experts):
         is_fp8, sizes = precision == "fp8", (local, tokens)
-        if framework == "paddle":
-            step = paddle_step(*sizes, is_fp8, face == "stacked", flush)
-        elif face in NODE_FACES:
-            step = torch_step(*sizes, is_fp8, face, flush)
+        if face in NODE_FACES:
+            step = node_step(*sizes, is_fp8, face, flush)
         elif face == "MoE":
             step = moe_step(*sizes, is_fp8)
         else:

@@ -4,9 +4,7 @@ backward of `LAYERS` layers.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 LAYERS = 8
@@ -16,51 +14,73 @@ HIDDEN, INNER, TOPK = 3328, 64, 8
 Step = Callable[[], None]
 
 
-def torch_step(experts: int, tokens: int, is_fp8: bool, face: str, flush: str) -> Step:
-    """A step of a node; see `host_bench.py` for its faces."""
-    import torch
+def node_step(experts: int, tokens: int, is_fp8: bool, face: str, flush: str) -> Step:
+    """A step of a node in PyTorch or in Paddle's torch proxy; see `host_bench.py` for its faces."""
+    from sonicmoe.interop import torch
 
-    linear = partial(torch.nn.Linear, bias=False, dtype=torch.bfloat16)
-    modules = [make_expert(torch.nn.Module, linear) for _ in range(experts)]
-    for module in modules:
-        for linear in (module.up_gate_proj, module.down_proj):
-            linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
+    def parameter(*shape: int) -> Any:
+        weight = torch.nn.Parameter(torch.randn(shape).to(torch.bfloat16))
+        if face != "grad":
+            weight.main_grad = torch.zeros(shape)
+        return weight
 
-    def stack(parts: list[Any]) -> Any:
-        return torch.nn.Parameter(torch.stack([part.detach() for part in parts]))
-
-    def zeros_like(weight: Any) -> Any:
-        return torch.zeros(weight.shape)
-
-    node = make_node(modules, face == "stacked", stack, zeros_like, is_fp8, flush)
-    weights = [p for module in modules for p in module.parameters()]
-    if face == "grad":
-        for weight in weights:
-            del weight.main_grad
-    indices = torch.rand(tokens, experts).argsort(1)[:, :TOPK]
-    counts = torch.bincount(indices.reshape(-1), minlength=experts).tolist()
-    x, dout = (torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(2))
+    up, down = (HIDDEN, 2 * INNER), (INNER, HIDDEN)
+    node, weights = make_node(parameter, (up, down), experts, face == "stacked", is_fp8, flush)
+    indices = torch.rand([tokens, experts]).argsort(1)[:, :TOPK]
+    counts = torch.bincount(indices.reshape([-1]), minlength=experts).tolist()
+    x, dout = (torch.randn([tokens, HIDDEN]).to(torch.bfloat16) for _ in range(2))
     probs = torch.rand(indices.shape)
+
+    def forward() -> Any:
+        return node(leaf(x), counts, indices, leaf(probs))
 
     def leaf(tensor: Any) -> Any:
         return tensor.detach().requires_grad_()
 
     def step() -> None:
-        outs = [node(leaf(x), counts, indices, leaf(probs)) for _ in range(LAYERS)]
-        torch.autograd.backward(outs, [dout] * LAYERS)
+        torch.autograd.backward([forward() for _ in range(LAYERS)], [dout] * LAYERS)
 
     def step_each() -> None:
         for _ in range(LAYERS):
-            node(leaf(x), counts, indices, leaf(probs)).backward(dout)
+            forward().backward(dout)
             node.step()
 
     def step_grad() -> None:
         for _ in range(LAYERS):
             for weight in weights:
                 weight.grad = None
-            node(leaf(x), counts, indices, leaf(probs)).backward(dout)
+            forward().backward(dout)
 
     return {"step": step_each, "grad": step_grad}.get(face, step)
+
+
+def make_node(
+    parameter: Callable[..., Any],
+    shapes: Any,
+    experts: int,
+    stacked: bool,
+    is_fp8: bool,
+    flush: str,
+) -> tuple[Any, list[Any]]:
+    """A node on two parameters of each expert or of all experts, and these."""
+    from sonicmoe import SonicMoEConfig
+    from sonicmoe.ernie_compat import SonicMoEMlpNode
+    from sonicmoe.interop import torch
+
+    config = SonicMoEConfig(fp8_mode="perf" if is_fp8 else "off")
+    options: dict[str, Any] = {"config": config, "flush": flush}
+    if stacked:
+        weights = [parameter(experts, *shape) for shape in shapes]
+        return SonicMoEMlpNode.from_fused(*weights, **options), weights
+    weights, modules = [], []
+    for _ in range(experts):
+        modules.append(torch.nn.Module())
+        for name, shape in zip(("up_gate_proj", "down_proj"), shapes, strict=True):
+            projection = torch.nn.Module()
+            projection.weight = parameter(*shape)
+            setattr(modules[-1], name, projection)
+            weights.append(projection.weight)
+    return SonicMoEMlpNode(modules, experts, HIDDEN, INNER, **options), weights
 
 
 def moe_step(experts: int, tokens: int, is_fp8: bool) -> Step:
@@ -105,71 +125,3 @@ def transformers_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Ste
             module(batch.x, batch.ids, batch.probs).backward(batch.dout)
 
     return step
-
-
-def paddle_step(experts: int, tokens: int, is_fp8: bool, stacked: bool, flush: str) -> Step:
-    """A step of a node in Paddle."""
-    import paddle
-
-    linear = partial(paddle.nn.Linear, bias_attr=False)
-    modules = [make_expert(paddle.nn.Layer, linear) for _ in range(experts)]
-    for module in modules:
-        for linear in (module.up_gate_proj, module.down_proj):
-            linear.to(dtype="bfloat16")
-
-    def stack(weights: list[Any]) -> Any:
-        shape, fill = [len(weights), *weights[0].shape], paddle.nn.initializer.Constant(0.0)
-        return paddle.create_parameter(shape, "bfloat16", default_initializer=fill)
-
-    def zeros_like(weight: Any) -> Any:
-        return paddle.zeros(weight.shape, "float32")
-
-    node = make_node(modules, stacked, stack, zeros_like, is_fp8, flush)
-    indices = paddle.rand([tokens, experts]).argsort(1)[:, :TOPK]
-    counts = paddle.bincount(indices.reshape([-1]), minlength=experts).tolist()
-    x, dout = (paddle.randn([tokens, HIDDEN]).astype("bfloat16") for _ in range(2))
-    probs = paddle.rand(indices.shape)
-
-    def leaf(tensor: Any) -> Any:
-        tensor = tensor.detach()
-        tensor.stop_gradient = False
-        return tensor
-
-    def step() -> None:
-        outs = [node(leaf(x), counts, indices, leaf(probs)) for _ in range(LAYERS)]
-        paddle.autograd.backward(outs, [dout] * LAYERS)
-
-    return step
-
-
-def make_expert(module: Any, linear: Any) -> Any:
-    """A module with the two projections of one expert."""
-    expert = module()
-    expert.up_gate_proj = linear(HIDDEN, 2 * INNER)
-    expert.down_proj = linear(INNER, HIDDEN)
-    return expert
-
-
-def make_node(
-    modules: list[Any], stacked: bool, stack: Callable[[list[Any]], Any],
-    zeros_like: Callable[[Any], Any], is_fp8: bool, flush: str,
-) -> Any:  # fmt: skip
-    """A node on the modules, or on stacked parameters of their weights' shapes; all of them have
-    `main_grad`.
-    """
-    from sonicmoe import SonicMoEConfig
-    from sonicmoe.ernie_compat import SonicMoEMlpNode
-
-    config = SonicMoEConfig(fp8_mode="perf" if is_fp8 else "off")
-    options: dict[str, Any] = {"config": config, "flush": flush}
-    names = ("up_gate_proj", "down_proj")
-    weights = [[getattr(module, name).weight for module in modules] for name in names]
-    if stacked:
-        up, down = map(stack, weights)
-        weights = [[up, down]]
-        node = SonicMoEMlpNode.from_fused(up, down, **options)
-    else:
-        node = SonicMoEMlpNode(modules, len(modules), HIDDEN, INNER, **options)
-    for weight in itertools.chain(*weights):
-        weight.main_grad = zeros_like(weight)
-    return node
