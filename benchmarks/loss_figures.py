@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from loss_runs import (
     said,
     with_bases,
 )
-from readme_chart import PAGES, Page
+from readme_chart import PAGES, Page, paint_file
 
 LAST = 500  # steps of a pair's end, a quarter of it at most
 EARLY_STEPS = (0, 10), (10, 50), (50, 100), (100, 150), (150, 200)
@@ -157,7 +157,7 @@ def branch_figures(runs: Sequence[Run]) -> dict[str, list[list[float]]]:
     return found
 
 
-def paint_branches(axes: Any, page: Page, figures: dict[str, list[list[float]]]) -> None:
+def paint_branches(figures: dict[str, list[list[float]]], axes: Any, page: Page) -> None:
     """Bands of the two kinds around BF16's line at zero."""
     names = {"fp8": ("FP8", page.fp8), "disturbed": ("BF16, weights disturbed by 1e-4", page.stock)}
     for kind, (label, colour) in names.items():
@@ -174,16 +174,10 @@ def paint_branches(axes: Any, page: Page, figures: dict[str, list[list[float]]])
 
 def draw(runs: Sequence[Run], directory: Path) -> list[Path]:
     """The picture of the branches, for a light and for a dark page, with its figures in the file."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figures, paths = branch_figures(runs), []
+    figures = branch_figures(runs)
     directory.mkdir(parents=True, exist_ok=True)
-    for page in PAGES:
-        with matplotlib.rc_context(page.colours):
-            figure = Figure(figsize=(8.4, 3.0), layout="constrained")
-            paint_branches(figure.subplots(), page, figures)
-            path = directory / f"loss_branches_{page.name}.png"
-            figure.savefig(path, dpi=110, metadata={"Description": json.dumps(figures)})
-        paths.append(path)
-    return paths
+    paint = functools.partial(paint_branches, figures)
+    return [
+        paint_file(directory / f"loss_branches_{page.name}.png", page, paint, figures, 3.0)
+        for page in PAGES
+    ]

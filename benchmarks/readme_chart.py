@@ -144,16 +144,22 @@ def path_of(picture: str, page: Page) -> Path:
 
 
 def draw(picture: str, page: Page) -> Path:
-    """Draw one picture for one page, with the figures drawn kept in the file."""
+    """Draw one picture for one page."""
+    paint, figures, height = PICTURES[picture]
+    return paint_file(path_of(picture, page), page, paint, figures(), height)
+
+
+def paint_file(
+    path: Path, page: Page, paint: Callable[[Any, Page], None], figures: Any, height: float
+) -> Path:
+    """Draw a file for one page, with the figures drawn kept in it."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    paint, figures, height = PICTURES[picture]
     with matplotlib.rc_context(page.colours):
         figure = Figure(figsize=(8.4, height), layout="constrained")
         paint(figure.subplots(), page)
-        path = path_of(picture, page)
-        figure.savefig(path, dpi=110, metadata={"Description": json.dumps(figures())})
+        figure.savefig(path, dpi=110, metadata={"Description": json.dumps(figures)})
     return path
 
 

@@ -1,5 +1,5 @@
-"""What the benchmarks here share: the GPU that they need, ways that take turns, launches by the GPU's
-clock, tables and files of figures. `sonicmoe.bench.timing` has the clocks below them.
+"""What the benchmarks here share: the GPU that they need, ways that take turns, tables and files of
+figures. `sonicmoe.bench.timing` has the clocks below them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from sonicmoe.bench.timing import busy_us, in_turns, peak_mib, wait, wall_us
 MIB, GIB = 1 << 20, 1 << 30
 CALLS, WARM_UPS = 8, 3  # a round has a whole number of writes of the weights, up to one in eight
 HOST_CALLS = 5  # more could fill the launch queue, and the host would wait
-PAUSE = 200_000  # cycles, in which the host gets ahead
 
 quick_option = click.option("--quick", is_flag=True, help="Tiny sizes on a CPU: is it right?")
 json_option = click.option(
@@ -102,26 +101,6 @@ def host_us(call: Callable[[], object], device: str) -> float:
     for _ in range(HOST_CALLS):
         call()
     return 1e6 * (time.perf_counter() - began) / HOST_CALLS
-
-
-def launches_us(launches: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median microseconds of GPU time of each launch, in turns. The host is ahead: a pause on the GPU
-    comes before each.
-    """
-    marks: list[tuple[str, Any, Any]] = []
-    for number in range(-2, rounds):  # two rounds warm up
-        for name, launch in launches.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(PAUSE)
-            start.record()
-            launch()
-            stop.record()
-            marks += [(name, start, stop)] if number >= 0 else []
-        torch.cuda.synchronize()
-    return {
-        name: statistics.median(1e3 * a.elapsed_time(b) for own, a, b in marks if own == name)
-        for name in launches
-    }
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

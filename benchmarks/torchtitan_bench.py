@@ -36,26 +36,21 @@ begin with the same weights, which wait in host memory, and read the same tokens
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import timing
 import torch
-
-from sonicmoe.bench.runner import machine
+from timing import GIB
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 EXPERTS = ("stock", "minimal", "bf16", "fp8", "fp8-codes", "fp8-rows")
 USUAL = EXPERTS[:5]
 # Layers, experts and tokens of a sequence, of the model and of the tiny one.
 SIZES, TINY = (48, 128, 4096), (4, 8, 64)
-GIB = 1 << 30
 HEADS = ("experts", "tokens/s", "of stock", "step ms", "MFU", "peak GiB", "exchange", "loss gap")
 
 
@@ -69,11 +64,6 @@ def expert_parallel_of(given: int | None, experts: int) -> int:
     return size
 
 
-def shown(value: float | None, form: str) -> str:
-    """A cell of the table."""
-    return "–" if value is None else form.format(value)
-
-
 def row_of(name: str, found: Any, stock: Any, tokens: int) -> str:
     """A line of the table; stock: Figures, or None where stock experts had no turn."""
     rate = tokens / found.step
@@ -83,9 +73,9 @@ def row_of(name: str, found: Any, stock: Any, tokens: int) -> str:
         pairs = zip(found.losses, stock.losses, strict=True)
         gain, gap = stock.step / found.step, max(abs(ours / theirs - 1) for ours, theirs in pairs)
     cells = (
-        *(name, f"{rate:.0f}", shown(gain, "{:.2f}x"), f"{1e3 * found.step:.1f}"),
-        *(shown(mfu, "{:.1%}"), shown(found.peak and found.peak / GIB, "{:.1f}")),
-        *(shown(found.exchange, "{:.1%}"), shown(gap, "{:.3%}")),
+        *(name, f"{rate:.0f}", timing.cell(gain, ".2f"), f"{1e3 * found.step:.1f}"),
+        *(timing.cell(mfu, ".1%"), timing.cell(found.peak and found.peak / GIB, ".1f")),
+        *(timing.cell(found.exchange, ".1%"), timing.cell(gap, ".3%")),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -104,16 +94,15 @@ def row_of(name: str, found: Any, stock: Any, tokens: int) -> str:
               show_default=True, help="Activation checkpointing.")  # fmt: skip
 @click.option("--compile", "backend", type=click.Choice(("inductor", "aot_eager", "none")),
               default="inductor", show_default=True, help="Of every block and the loss.")  # fmt: skip
-@click.option("--quick", is_flag=True, help="Tiny sizes on CPUs.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures too.")
+@timing.quick_option
+@timing.json_option
 def main(
     layers: int | None, counts: tuple[int, ...], length: int | None, steps: int,
     names: tuple[str, ...], no_wait: bool, expert_parallel: int | None, checkpoint: str,
     backend: str, quick: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Measure; the first rank prints."""
-    if not quick and not torch.cuda.is_available():
-        raise click.ClickException("this needs a GPU, or --quick")
+    timing.device_of(quick)
     if quick and (layers or 1) > 8:
         raise click.UsageError(f"--layers {layers}: the tiny model has 8 layers at most")
     if "WORLD_SIZE" not in os.environ:
@@ -139,9 +128,8 @@ def main(
     job = torchtitan_turn.Job(depth, tokens, steps, *settings)
     is_first = os.environ["RANK"] == "0"
     say = click.echo if is_first else lambda _: None
-    said = {"machine": machine(), "ranks": int(os.environ["WORLD_SIZE"]), "job": vars(job)}
-    rows: list[dict[str, Any]] = []
-    say(f"{job}, ranks={said['ranks']}")
+    ranks, rows = int(os.environ["WORLD_SIZE"]), list[dict[str, Any]]()
+    say(f"{job}, ranks={ranks}")
     for count in counts:
         say(f"\n{count} sequences of a GPU\n\n| {' | '.join(HEADS)} |\n|{'---|' * len(HEADS)}")
         of: dict[str, Any] = {}
@@ -150,8 +138,8 @@ def main(
             say(row_of(name, found, of.get("stock"), count * tokens))
             rows.append({"sequences": count, "experts": name, "step": found.step, **vars(found)})
             # At once, because a later turn may run out of memory.
-            if json_file is not None and is_first:
-                json_file.write_text(json.dumps({**said, "rows": rows}, indent=2) + "\n")
+            file = json_file if is_first else None
+            timing.write_figures(file, ranks=ranks, job=vars(job), rows=rows)
         for name, found in of.items():
             say(f"\nloss of {name}: {' '.join(f'{loss:.4f}' for loss in found.losses)}")
     torch.distributed.destroy_process_group()

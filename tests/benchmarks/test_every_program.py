@@ -13,7 +13,7 @@ PROGRAMS = sorted(
     for path in Path(ROOT, "benchmarks").glob("*.py")
     if "@click.command" in path.read_text()
 )
-NEED_A_GPU = ("small_batch_bench", "deepgemm_bench", "wgrad_bench")
+NEED_A_GPU = ("small_batch_bench", "deepgemm_bench")
 NEEDS = {"adapters_bench": "peft", "frozen_bench": "peft", "host_bench": "tvm_ffi"}
 
 

@@ -29,7 +29,7 @@ def test_exchanges_are_counted_once():
 @pytest.mark.parametrize(
     ("ranks", "options", "words"),
     [
-        ("1", (), "needs a GPU, or --quick"),
+        ("1", (), "needs an NVIDIA Hopper GPU, or --quick"),
         (None, ("--quick",), "started by torchrun, also for one GPU"),
         ("1", ("--layer=1",), "No such option"),
         ("1", ("--layers=0",), "0 is not in the range"),
