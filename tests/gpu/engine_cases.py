@@ -1,12 +1,5 @@
-"""Operands for the engines on a GPU, what they must compute from them, and how far from that they
-may be, in every expert and every block of 128 tokens.
-
-An engine that quantises nothing is held to fp32: it may lose what the reference engine loses by
-rounding at the same places. An FP8 engine has two yardsticks. The reference engine emulates the same
-recipe: both quantise the same values, so they differ by the order of additions, by the bits a tensor
-core keeps of a sum, by a rounding of dz and y1s to bf16, and by the few codes that these push over a
-rounding boundary. And fp64 arithmetic on the unquantised operands, from which no tensor may be
-further than the emulation is.
+"""Operands for the engines on a GPU, the reference engine's step on them, and how far from it an engine
+may be. Accuracy against fp64 has test_oracle_gpu.py, and test_hopper_numerics_gpu.py.
 """
 
 from __future__ import annotations
@@ -16,7 +9,7 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
-from gpu.activation_cases import gain_of, gated
+from gpu.activation_cases import gain_of
 from gpu.device import DEVICE, raw
 from public_models import EXPERT_SIZES
 
@@ -51,13 +44,8 @@ SHAPES_OF_GRADIENTS = [
 ]
 REFERENCE = ReferenceEngine()
 # An FP8 code is 6 to 12 % wide: values that differ by 1e-3 disagree in 1 % of the codes, which is 1
-# % of relative RMSE.
-CLOSE = 0.025
-# At ReGLU's jump an int8 code of z that flips between 0 and 1 turns a whole entry of dz on or off.
-# So do codes beside a limit.
-CLOSE_AT_A_JUMP = 0.04
-JUMPS = (ActivationType.REGLU, ActivationType.SWIGLU_CLAMP, ActivationType.SWIGLU_OAI)
-RATIO, SLACK = 1.05, 3e-3
+# % of relative RMSE. A rounding to 16 bits is 1.7e-3 of it, and of db1 another one.
+CLOSE, PLAIN = 0.025, 0.008
 
 
 def kernels_of_the_contract(make, kernels):
@@ -103,11 +91,6 @@ class Case:
 
     def routing(self, counts=None):
         return build_routing(self.indices, self.probs, self.num_experts, counts)
-
-    def to(self, dtype):
-        w1, w2, b1, b2 = self.weights
-        weights = (w1.to(dtype), w2.to(dtype), b1, b2)
-        return replace(self, x=self.x.to(dtype), dout=self.dout.to(dtype), weights=weights)
 
     def accumulators(self):
         """Zeros for the gradients of the weights."""
@@ -179,44 +162,26 @@ def run(case, engine, settings=None, *, counts=None):
     return {"out": out, "dx": dx, "dprobs": dprobs, **accumulators.named()}
 
 
-def golden(case):
-    """fp64, expert by expert, by automatic differentiation of the definition of a gated layer."""
-    x, probs, dout = (
-        case.x.double().requires_grad_(),
-        case.probs.double().requires_grad_(),
-        case.dout.double(),
-    )
-    out = torch.zeros_like(dout)
-    dx, dprobs = torch.zeros_like(dout), torch.zeros_like(probs)
-    given = [w for w in case.weights if w is not None]
-    sums = [torch.zeros(w.shape, dtype=torch.float64, device=DEVICE) for w in given]
-    for e in range(case.num_experts):
-        token, slot = torch.nonzero(case.indices == e, as_tuple=True)
-        w1, w2, *biases = own = [w[e].double().requires_grad_() for w in given]
-        b1, b2 = biases or (0.0, 0.0)
-        z = x[token] @ w1.T + b1
-        y1 = gated(case.activation, z[:, ::2], z[:, 1::2], case.parameters)
-        served = (y1 @ w2.T + b2) * probs[token, slot].unsqueeze(1)
-        gradients = torch.autograd.grad(served, (x, probs, *own), dout[token])
-        out.index_add_(0, token, served.detach())
-        totals = dx, dprobs, *(total[e] for total in sums)
-        for total, gradient in zip(totals, gradients, strict=True):
-            total.add_(gradient)
-    names = ("dw1", "dw2", "db1", "db2")[: len(sums)]
-    return {"out": out, "dx": dx, "dprobs": dprobs, **dict(zip(names, sums, strict=True))}
+def check(case, engine, settings=None, got=None):
+    """Assert that every tensor is as close to the reference engine's as the order of sums explains, and
+    exact zeros where no expert computes.
 
-
-def parts(name, tensor, case):
-    """fp64 `[parts, elements]`: blocks of 128 tokens, or one of each expert."""
-    tensor = tensor.double()
-    if name in ("out", "dx"):
-        missing = -tensor.shape[0] % 128
-        rows = torch.nn.functional.pad(tensor, (0, 0, 0, missing))
-        return rows.reshape(-1, 128 * tensor.shape[1])
-    if name == "dprobs":
-        mine = [torch.where(case.indices == e, tensor, 0.0) for e in range(case.num_experts)]
-        return torch.stack([slots.reshape(-1) for slots in mine])
-    return tensor.reshape(tensor.shape[0], -1)
+    An engine that quantises nothing rounds at the same places. An FP8 engine quantises the same
+    values: dz and y1s are rounded to bf16 on the way, a tensor core keeps few bits of a sum, and
+    both push a few codes over a rounding boundary. Few slots are few draws, and no average.
+    """
+    settings = settings or EngineSettings()
+    got, wanted = got or run(case, engine, settings), run(case, REFERENCE, settings)
+    few = 1 + 8 / max(int(case.valid.sum()), 1) ** 0.5
+    bar = PLAIN if settings.recipe is None else CLOSE * few
+    for name, actual in got.items():
+        exact = wanted[name]
+        assert actual.shape == exact.shape and actual.dtype == exact.dtype, name
+        found = relative(actual.reshape(1, -1), exact.reshape(1, -1)).item()
+        assert found <= bar, f"{name} is {found:.4f} from the reference engine's; at most {bar:.4f}"
+    unserved = ~case.valid.any(1)
+    assert bool((got["dprobs"][~case.valid] == 0).all())
+    assert bool((got["out"][unserved] == 0).all()) and bool((got["dx"][unserved] == 0).all())
 
 
 def relative(actual, wanted):
@@ -224,78 +189,6 @@ def relative(actual, wanted):
     flat = [t.double().reshape(t.shape[0], -1) for t in (actual, wanted)]
     error, norm = (flat[0] - flat[1]).norm(dim=1), flat[1].norm(dim=1)
     return torch.where(norm > 0, error / norm.clamp(min=1e-300), error)
-
-
-def errors(name, actual, wanted, case):
-    """Relative RMSE of each part under FP8.
-
-    dprobs has one number per slot, and a small one is no smaller in error: an expert counts at
-    least as its share of all slots.
-    """
-    actual, wanted = parts(name, actual, case), parts(name, wanted, case)
-    if name != "dprobs":
-        return relative(actual, wanted)
-    error, norm = (actual - wanted).norm(dim=1), wanted.norm(dim=1)
-    slots = torch.tensor(case.counts, device=DEVICE, dtype=torch.float64)
-    norm = torch.maximum(norm, wanted.norm() * (slots / slots.sum().clamp(min=1)).sqrt())
-    return torch.where(norm > 0, error / norm.clamp(min=1e-300), error)
-
-
-def leeway(name, case):
-    """What the bounds of each part are multiplied with: few slots are few draws, and no average."""
-    slots = torch.tensor(case.counts, device=DEVICE, dtype=torch.float64)
-    if name in ("out", "dx"):
-        slots = parts(name, case.valid.sum(1, keepdim=True), case).sum(1)
-    return 1 + (8 if name == "dprobs" else 4) / slots.clamp(min=1).sqrt()
-
-
-def check_plain(case, actual):
-    """Assert that no tensor, in any expert or block, is further from fp32 than the reference
-    engine's rounding puts it.
-    """
-    exact, rounded = run(case.to(torch.float32), REFERENCE), run(case, REFERENCE)
-    assert actual.keys() == exact.keys()
-    for name, got in actual.items():
-        assert got.shape == exact[name].shape, name
-        assert bool(torch.isfinite(got).all()), name
-        split = [parts(name, t, case) for t in (got, rounded[name], exact[name])]
-        ours, theirs = (relative(one, split[2]) for one in split[:2])
-        # db1 sums dz as it is stored; the reference engine sums it before rounding to bf16, whose
-        # relative RMSE is 1.7e-3.
-        slack = 3e-3 if name == "db1" else 2e-4
-        assert_within(ours, 1.2 * theirs + slack, name)
-    check_unserved(case, actual)
-
-
-def check_fp8(case, engine, settings, got=None):
-    """Assert that every tensor is close to the emulation and no further from fp64 than it, in every
-    block and expert.
-    """
-    got = got or run(case, engine, settings)
-    emulated, exact = run(case, REFERENCE, settings), golden(case)
-    close = CLOSE_AT_A_JUMP if case.activation in JUMPS else CLOSE
-    for name, actual in got.items():
-        assert actual.shape == exact[name].shape and actual.dtype == emulated[name].dtype, name
-        assert bool(torch.isfinite(actual).all()), name
-        more = leeway(name, case)
-        from_emulation = errors(name, actual, emulated[name], case)
-        assert_within(from_emulation, close * more, f"{name} from the emulation")
-        ours, theirs = (errors(name, t, exact[name], case) for t in (actual, emulated[name]))
-        assert_within(ours, RATIO * theirs + SLACK * more, f"{name} from fp64")
-    check_unserved(case, got)
-
-
-def check_unserved(case, got):
-    """Exact zeros where no expert computes."""
-    unserved = ~case.valid.any(1)
-    assert bool((got["dprobs"][~case.valid] == 0).all())
-    assert bool((got["out"][unserved] == 0).all()) and bool((got["dx"][unserved] == 0).all())
-
-
-def assert_within(found, bounds, what):
-    bad = torch.nonzero(~(found <= bounds)).flatten().tolist()
-    parts_of = [f"{part}: {float(found[part]):.4f} > {float(bounds[part]):.4f}" for part in bad[:5]]
-    assert not bad, f"{what}, {len(bad)} of {len(found)} parts: {'; '.join(parts_of)}"
 
 
 def assert_same_bits(actual, wanted, names=None):

@@ -19,7 +19,7 @@ from gpu.engine_cases import (
     SMALL,
     E,
     assert_same_bits,
-    check_plain,
+    check,
     make_case,
     run,
 )
@@ -38,8 +38,8 @@ class EngineContract:
     def run(self, case, settings=None, **options):
         return run(case, self.engine, settings or self.settings, **options)
 
-    def check(self, case, settings=None):
-        raise NotImplementedError
+    def check(self, case):
+        check(case, self.engine, self.settings)
 
     @pytest.fixture
     def case(self):
@@ -105,9 +105,6 @@ class PlainEngineContract(EngineContract):
     def rows_of(self, routing):
         """`(cu_rows [E + 1], gather index [R])` as the engine makes them for its kernels."""
         raise NotImplementedError
-
-    def check(self, case, settings=None):
-        check_plain(case, self.run(case, settings))
 
     @pytest.mark.large
     def test_past_two_to_the_31_elements(self):

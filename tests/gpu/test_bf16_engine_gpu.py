@@ -13,10 +13,9 @@ from gpu.engine_cases import (
     I,
     build,
     case_of,
-    check_plain,
+    check,
     kernels_of_the_contract,
     make_case,
-    run,
 )
 from gpu.engine_cases import SHAPES_OF_GRADIENTS as SHAPES
 from gpu.engine_contract import PlainEngineContract
@@ -90,7 +89,7 @@ def test_every_tiling(product, config, monkeypatch):
     monkeypatch.setitem(FAMILIES[FAMILY].candidates, product, ((config, 1.0),))
     grouped_gemms.cache_clear()
     try:
-        check_plain(case := make_case(seed=1), run(case, OURS))
+        check(make_case(seed=1), OURS)
     finally:
         grouped_gemms.cache_clear()
 

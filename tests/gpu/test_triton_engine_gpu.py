@@ -20,7 +20,7 @@ from gpu.engine_cases import (
     I,
     assert_same_bits,
     build,
-    check_plain,
+    check,
     kernels_of_the_contract,
     make_case,
 )
@@ -100,7 +100,7 @@ class TestTritonEngine(PlainEngineContract):
 def test_tiles_of_every_architecture(arch, monkeypatch, may_compile):
     """Compiled for this GPU in the tiles of another one."""
     use_tiles_of(arch, monkeypatch)
-    check_plain(case := make_case(seed=1), run(case))
+    check(make_case(seed=1), OURS)
 
 
 def use_tiles_of(arch, monkeypatch):
@@ -151,7 +151,7 @@ def code_of_ampere(monkeypatch, tmp_path, may_compile):
 )
 def test_the_code_for_ampere(activation, dtype, bias, code_of_ampere):
     case = make_case(activation=activation, dtype=dtype, bias=bias)
-    check_plain(case, first := run(case))
+    check(case, OURS, got=(first := run(case)))
     assert_same_bits(run(case), first)
     fill_free_memory(0xFF)
     assert_same_bits(run(case), first)
