@@ -55,13 +55,11 @@ def _title(runs: Sequence[Run], what: str) -> Iterator[str]:
     gpus = ", ".join(sorted({run.gpu for run in runs}))
     yield f"\n{what}: {one.task}, {len(one.losses)} steps, on {gpus}"
     speeds = {
-        kind: [r.seconds_per_step for r in runs if r.kind == kind]
+        kind: [r.seconds_per_step for r in runs if r.kind == kind and r.seconds_per_step]
         for kind in ("bf16", *_kinds(runs))
     }
-    yield "ms a step: " + ", ".join(
-        f"{kind} {1e3 * np.median(seconds):.1f}" for kind, seconds in speeds.items() if seconds
-    )
-    yield ""
+    timed = [f"{k} {1e3 * np.median(seconds):.1f}" for k, seconds in speeds.items() if seconds]
+    yield f"ms a step: {', '.join(timed) or 'not known, because the GPU was shared'}\n"
 
 
 def _branches(runs: Sequence[Run]) -> Iterator[str]:

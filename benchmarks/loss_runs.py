@@ -52,8 +52,9 @@ class Interval(NamedTuple):
 class Run:
     """One run from a point of a trunk, or from the initial weights (point 0).
 
-    task: model, tokens of a step, text. trunk: the kind that trained up to the point. losses: of
-    every step, in units of 1 / SCALE. held_out: step of the run -> loss. norms, busiest, idlest: of
+    task: model, tokens of a step, text. trunk: the kind that trained up to the point.
+    seconds_per_step: 0 where other programs used the GPU beside this one. losses: of every step, in
+    units of 1 / SCALE. held_out: step of the run -> loss. norms, busiest, idlest: of
     the first steps, the gradient's norm, and by MoE layer the tokens of the busiest and of the idlest
     expert over the mean. starved: of those steps, the experts of all layers that had hardly a token.
     """
