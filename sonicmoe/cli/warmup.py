@@ -73,7 +73,7 @@ EXAMPLE = {"--E": "8", "--H": "3072", "--I": "1536"}
 )  # fmt: skip
 @click.option(
     "--unpack", "unpack_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Compile nothing: put the kernels of FILE into the cache, every byte checked. Needs no other option.",
+    help="Compile nothing: put the kernels of FILE into the cache, checked as a whole. Needs no other option.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.pass_context

@@ -29,20 +29,11 @@ from .place import (
     set_mode,
 )
 
-_REASONS = {
-    errno.EROFS: "it is on a read-only file system",
-    errno.EACCES: "this user may not write there",
-    errno.EPERM: "this user may not write there",
-    errno.ENOSPC: "the file system is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EIO: "the file system reports an input/output error",
-    errno.ESTALE: "the network file system has lost the directory",
-    errno.ENOTDIR: "a part of the path is a file, not a directory",
-    errno.ETIMEDOUT: "the network file system does not answer",
-    errno.EMFILE: "this process has too many open files",
-    errno.ENFILE: "this machine has too many open files",
-    errno.ENOMEM: "this machine is out of memory",
-}
+# What a directory answers that cannot take an artefact.
+_STORAGE = {
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE,
+    errno.ENOTDIR, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+}  # fmt: skip
 # The answers to opening a link, a socket, and a name that no file can have. Other errors say that
 # the file system could not answer, which is no verdict on the entry.
 _NOT_A_FILE = {errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
@@ -68,15 +59,14 @@ def describe_problem(error: OSError) -> str:
     """One clause for people: why a directory cannot be used."""
     if isinstance(error, UntrustedPlaceError):
         return str(error.strerror)
-    reason = _REASONS.get(error.errno or 0, f"{error.strerror or error}")
-    return f"{reason} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
+    return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
 
 
 # Only the errnos above count. A builder's FileNotFoundError, for example, is a missing tool or
 # source and not a broken directory.
 def is_storage_problem(error: BaseException) -> bool:
     """Whether an exception out of a builder is the directory's fault and not the compiler's."""
-    return isinstance(error, OSError) and error.errno in _REASONS
+    return isinstance(error, OSError) and error.errno in _STORAGE
 
 
 class StoreFiles:
@@ -128,7 +118,9 @@ class StoreFiles:
         DamagedFileError where it is absent or no regular file, or the name leads elsewhere; OSError
         where the file system does not answer, or somebody else could have written it.
         """
-        *above, last = _parts_of(name)
+        if not is_plain(name):
+            raise DamagedFileError("is not a name inside the artefact")
+        *above, last = name.split("/")
         for part in above:
             folder = folder / part
         try:
@@ -283,16 +275,10 @@ def _facts_of(handle: BufferedReader) -> FileFacts:
     return FileFacts(os.fstat(handle.fileno()).st_size, digest)
 
 
-def _parts_of(name: str) -> list[str]:
-    """The components of a relative name out of a manifest. DamagedFileError where it leads out of
-    its directory, or cannot be one.
-    """
-    parts = name.split("/")
-    plain = all(part not in {"", ".", ".."} and "\0" not in part for part in parts)
+def is_plain(name: str) -> bool:
+    """Whether a relative name stays in its directory and can be one."""
     try:
         name.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
-        plain = False
-    if not plain:
-        raise DamagedFileError("is not a name inside the artefact")
-    return parts
+        return False
+    return all(part not in {"", ".", ".."} and "\0" not in part for part in name.split("/"))

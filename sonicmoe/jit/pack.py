@@ -1,10 +1,8 @@
 """Packs: compiled kernels as one file, to ship to a cluster or into an image.
 
-A pack is a plain tar file with a SHA-256 of all its bytes behind it. `sonicmoe-pack.json` comes
-first and lists the keys; the files of each artefact follow.
-
-The checksum and the list are checked before anything is published, and each artefact takes the
-store's own way. Checksums find damage; they do not say who made a pack, so unpack only what you
+A pack is a zip file: `sonicmoe-pack.json`, which lists the keys, and the files of each artefact. All
+of it is read and compared with its checksums before anything is published, and each artefact takes
+the store's own way. Checksums find damage; they do not say who made a pack, so unpack only what you
 would run.
 """
 
@@ -15,10 +13,9 @@ import hashlib
 import io
 import json
 import os
-import re
 import secrets
 import stat
-import tarfile
+import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,19 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import ConfigError, expect, writing
+from ..errors import expect, writing
 from .cache import CompileCache
 from .errors import PackError
+from .files import is_plain
 from .key import VERDICT, CompileKey, host_abi, package_versions
 from .manifest import MANIFEST, Artefact, utc_now
 from .plan import NEITHER, PRECISIONS, ModelSpec
 from .toolchain import find_toolkit
 
 LIST = "sonicmoe-pack.json"
-FORMAT = 2
-_DIGEST_BYTES = 64  # in hexadecimal
+FORMAT = 3
 _COMPILERS = ("nvidia-cutlass-dsl", "quack-kernels", "triton")
-_NAME = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -86,16 +82,15 @@ def write_pack(path: Path, artefacts: Iterable[Artefact], model: ModelSpec, prec
     expect(bool(keys), PackError, f"{path}: there is nothing to pack")
     pack = Pack(versions_here(), keys, model, precision, utc_now())
     archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w", format=tarfile.USTAR_FORMAT) as out:
-        _add(out, LIST, _text_of(pack))
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr(LIST, _text_of(pack))
         for key in keys:
             for name, facts in sorted(held[key].manifest["files"].items()):
                 content = held[key].file(name).read_bytes()
                 if hashlib.sha256(content).hexdigest() != facts["sha256"]:
                     raise PackError(f"{held[key].file(name)} changed while it was packed")
-                _add(out, f"{_folder_of(key)}/{name}", content)
-    content = archive.getvalue()
-    _write(path, content + hashlib.sha256(content).hexdigest().encode())
+                out.writestr(f"{_folder_of(key)}/{name}", content)
+    _write(path, archive.getvalue())
     return pack
 
 
@@ -140,33 +135,17 @@ def _contents(path: Path) -> tuple[Pack, dict[CompileKey, dict[str, bytes]]]:
     """The list, and the content of each file by key and name."""
     # Read once, so that what was checked is what is published, whatever becomes of the file.
     whole = _read(path)
-    content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
     try:
-        if hashlib.sha256(content).hexdigest().encode() != digest:
-            raise PackError("it is not a pack of sonicmoe, or it is damaged or cut off")
-        members = _members(content)
-        pack = _parsed(members.pop(LIST, b""))
+        with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        pack = _parsed(members.pop(LIST))
         return pack, _by_key(pack, members)
     except PackError as error:
         raise PackError(f"{path}: {error}") from None
-
-
-def _members(content: bytes) -> dict[str, bytes]:
-    """The files of an archive by name, whose members may be plain files alone."""
-    found: dict[str, bytes] = {}
-    try:
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
-            for member in archive:
-                opened = archive.extractfile(member) if member.type == tarfile.REGTYPE else None
-                if opened is None or member.issparse() or member.name in found:
-                    raise PackError(f"{member.name!a} is not a plain file, or is there twice")
-                found[member.name] = opened.read()
-    except PackError:
-        raise
-    # Whatever the archive is, it is not the one that this version writes.
-    except (tarfile.TarError, ValueError, KeyError, OverflowError, EOFError, OSError):
-        raise PackError("it is not a pack of sonicmoe") from None
-    return found
+    # A damaged archive or list raises one of many types.
+    except Exception:
+        words = "it is not a pack of sonicmoe, or it is damaged or cut off"
+        raise PackError(f"{path}: {words}") from None
 
 
 def _by_key(pack: Pack, members: dict[str, bytes]) -> dict[CompileKey, dict[str, bytes]]:
@@ -175,8 +154,7 @@ def _by_key(pack: Pack, members: dict[str, bytes]) -> dict[CompileKey, dict[str,
     found: dict[CompileKey, dict[str, bytes]] = {key: {} for key in pack.artefacts}
     for member, content in members.items():
         folder, name = "/".join(member.split("/")[:3]), "/".join(member.split("/")[3:])
-        plain = all(map(_NAME.fullmatch, name.split("/"))) and name != MANIFEST
-        if folder not in keys or not plain:
+        if folder not in keys or name == MANIFEST or not is_plain(name):
             raise PackError(f"{member!a} has no business there")
         found[keys[folder]][name] = content
     for key, files in found.items():
@@ -209,35 +187,23 @@ def _text_of(pack: Pack) -> bytes:
 
 
 def _parsed(text: bytes) -> Pack:
-    """The list of a pack, with every field checked."""
-    try:
-        content: dict[str, Any] = json.loads(text)
-        if content["format"] != FORMAT:
-            raise PackError(f"it has format {content['format']!r}; this version reads {FORMAT}")
-        pack = Pack(
-            {str(name): str(found) for name, found in content["versions"].items()},
-            tuple(map(CompileKey.from_record, content["artefacts"])),
-            ModelSpec(**content["model"]),
-            content["precision"],
-            str(content["at"]),
-        )
-        distinct = 0 < len(pack.artefacts) == len(set(pack.artefacts))
-        if not distinct or pack.precision not in (NEITHER, *PRECISIONS):
-            raise ValueError
-    except PackError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError):
-        raise PackError(f"its {LIST} is damaged") from None
+    """The list of a pack, with every field checked. PackError for another format; where it is damaged,
+    whatever its parts raise.
+    """
+    content: dict[str, Any] = json.loads(text)
+    if content["format"] != FORMAT:
+        raise PackError(f"it has format {content['format']!r}; this version reads {FORMAT}")
+    pack = Pack(
+        {str(name): str(found) for name, found in content["versions"].items()},
+        tuple(map(CompileKey.from_record, content["artefacts"])),
+        ModelSpec(**content["model"]),
+        content["precision"],
+        str(content["at"]),
+    )
+    distinct = 0 < len(pack.artefacts) == len(set(pack.artefacts))
+    if not distinct or pack.precision not in (NEITHER, *PRECISIONS):
+        raise ValueError
     return pack
-
-
-def _add(out: tarfile.TarFile, name: str, content: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = len(content), 0o644
-    try:
-        out.addfile(info, io.BytesIO(content))
-    except ValueError as error:
-        raise PackError(f"{name} does not fit into a pack: {error}") from None
 
 
 def _read(path: Path) -> bytes:

@@ -65,8 +65,8 @@ class ArtefactReader:
                 return Lookup(None, describe_problem(error), unreadable=True)
             except OSError as error:
                 if pause is None or error.errno not in _MAY_PASS:
-                    text = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
-                    return Lookup(None, f"{self.root} cannot be read: {text}", unreadable=True)
+                    reason = f"{self.root} cannot be read: {describe_problem(error)}"
+                    return Lookup(None, reason, unreadable=True)
                 time.sleep(pause)
             # A null byte in the configured path raises ValueError, and no list of types would be
             # complete.

@@ -47,7 +47,7 @@ def test_read_only_miss_is_explained_and_goes_to_the_node(field):
     explained = [result["log"] for result in results if result["log"]]
     assert explained, "by one of those that are there at the same time"
     for log in explained:
-        assert "read-only file system (EROFS)" in log and "SONIC_MOE_CACHE_DIR" in log
+        assert "Read-only file system (EROFS)" in log and "SONIC_MOE_CACHE_DIR" in log
     again = field.run(size=2, mounts=mounted)
     assert again["bytes"] == 4096 and again["log"] == ""
 
@@ -74,7 +74,7 @@ def test_nowhere_to_write_is_one_clear_error(field):
 def test_full_disk_is_found_before_anything_is_compiled(field):
     result = field.run(mounts=small(field.root, 128))
     assert result["bytes"] == 4096 and result["path"].startswith(str(field.local))
-    assert "the file system is full (ENOSPC)" in result["log"]
+    assert "No space left on device (ENOSPC)" in result["log"]
     assert field.builds() == {1: 1}, "one compile, for the directory that has room"
 
 
@@ -85,7 +85,7 @@ def test_disk_that_fills_up_in_a_compile_goes_to_the_node(field, own_words):
     mounted = small(field.root, 9 << 10)
     result = field.run(mounts=mounted, count=10 << 20, own_words=own_words)
     assert result["bytes"] == 10 << 20 and result["path"].startswith(str(field.local))
-    assert "the file system is full (ENOSPC)" in result["log"]
+    assert "No space left on device (ENOSPC)" in result["log"]
     assert field.builds() == {1: 2}
 
 
