@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ from .callers import Caller
 
 Tensor = torch.Tensor
 
+_CHILDREN = "_sub_layers" if IS_PADDLE else "_modules"
 _COMPILED = "_orig_mod"  # the attribute in which torch.compile keeps the module that it wraps
 
 
 def caller_of(call: ExpertCall) -> Caller:
     """Names from the model where its modules hold the weights, else those of the arguments."""
-    face = FACES[call.face]
-    owners = _Owners(list(itertools.chain(*call.weights.values())))
-    module = owners.path_of(call.module)
-    found = {name: owners.names(weights) for name, weights in call.weights.items()}
+    face, model = FACES[call.face], _Names()
+    module = model.path_of(call.module).removesuffix(".")
+    found = {name: model.names(weights) for name, weights in call.weights.items()}
     weights = {name: names or _arguments(call, name, module) for name, names in found.items()}
     for name, held in call.weights.items():
         # Gate and up in two tensors are one weight, where matrices of experts have a name each.
@@ -45,29 +45,28 @@ def parameters_behind(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Names of the parameters that the weights of a module may be computed from, with this rank's
     part: its own, and those of adapters around it (PEFT keeps what it wraps as `base_layer`).
     """
-    owners = _Owners([])
-    while adapter := owners.wrapper_of(module, "base_layer"):
-        module = adapter
-    prefix = owners.path_of(module)
-    for name, parameter in module.named_parameters():
-        yield f"{prefix}.{name}".lstrip("."), _local(parameter)
+    model = _Names()
+    path = model.path_of(module)
+    while path.endswith("base_layer."):
+        path = path.removesuffix("base_layer.")
+    for prefix, found in model.modules:
+        if prefix == path and any(part is module for part in found.modules()):
+            for name, parameter in found.named_parameters():
+                yield path + name, _local(parameter)
 
 
 def names_of_factors(call: ExpertCall) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of each factor of a call's low-rank adapters: the name of the parameter where a
     module holds one, else of the argument.
     """
-    owners = _Owners(list(call.factors.values()))
+    model = _Names()
     for name, factor in call.factors.items():
-        yield next(iter(owners.names([factor])), f"adapters.{name}"), factor
+        yield next(iter(model.names([factor])), f"adapters.{name}"), factor
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same tensor, or views of the same memory."""
-    if one is other:
-        return True
-    memory = memory_of(one)
-    return memory is not None and memory == memory_of(other)
+    return _identity(one) == _identity(other)
 
 
 def _arguments(call: ExpertCall, name: str, module: str) -> tuple[str, ...]:
@@ -82,21 +81,23 @@ def _arguments(call: ExpertCall, name: str, module: str) -> tuple[str, ...]:
     return tuple(f"experts[{expert}].{part}.weight" for expert in range(count))
 
 
-class _Owners:
-    """The parameters of all modules that may be some of these tensors."""
+class _Names:
+    """The modules of this process by their names, which end in a dot: `model.layers.3.`."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # By identity too: under Paddle, and for tensors without data, there is no address.
-        wanted_ids = set(map(id, tensors))
-        wanted_memory = {memory for memory in map(memory_of, tensors) if memory is not None}
-        self._found: list[tuple[Any, str, Tensor]] = []
-        self._above: dict[int, list[tuple[Any, str]]] = {}
-        for module in _modules():
-            for name, child in _parts(module, "_sub_layers" if IS_PADDLE else "_modules"):
-                self._above.setdefault(id(child), []).append((module, name))
+    def __init__(self) -> None:
+        every = _every_module()
+        inner = {id(child) for module in every for _, child in _parts(module, _CHILDREN)}
+        outermost = [module for module in every if id(module) not in inner]
+        self.modules = [each for module in outermost for each in _below(module, "", ())]
+        self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
+        for path, module in self.modules:
             for name, parameter in _parts(module, "_parameters"):
-                if id(parameter) in wanted_ids or memory_of(parameter) in wanted_memory:
-                    self._found.append((module, name, parameter))
+                known = self._parameters.setdefault(_identity(parameter), [])
+                known.append((path + name, parameter))
+
+    def path_of(self, module: object) -> str:
+        """The name of a module, empty where it is not known or the outermost."""
+        return _longest(path for path, found in self.modules if found is module)
 
     def names(self, weights: Sequence[Tensor]) -> tuple[str, ...]:
         """A weight, stacked or one per expert, by the parameters; none where one is not found."""
@@ -105,44 +106,31 @@ class _Owners:
 
     def _name(self, tensor: Tensor) -> str:
         """The name of the parameter that this tensor is or is a view of; empty if there is none."""
-        found = []
-        for module, name, parameter in self._found:
-            if _is_the_whole_of(tensor, parameter):
-                # Experts compute on one part of a distributed weight, and so does its index.
-                part = "" if _local(parameter) is parameter else ".to_local()"
-                found += [f"{path}{name}{part}" for path in self._paths(module, ())]
-        return min(found, key=_outermost, default="")
+        return _longest(
+            # Experts compute on one part of a distributed weight, and so does its index.
+            name + ("" if _local(parameter) is parameter else ".to_local()")
+            for name, parameter in self._parameters.get(_identity(tensor), ())
+            if _is_the_whole_of(tensor, parameter)
+        )
 
-    def path_of(self, module: object) -> str:
-        """The name of a module, empty where it is not known or the outermost."""
-        paths = self._paths(module, ())
-        return min(paths, key=_outermost, default="").removesuffix(".")
 
-    def wrapper_of(self, module: Any, name: str) -> Any:
-        """The module that keeps this one under that name, or None."""
-        above = self._above.get(id(module), [])
-        return next((parent for parent, own in above if own == name), None)
-
-    def _paths(self, module: Any, below: tuple[int, ...]) -> Iterator[str]:
-        """What stands before the name of the module's parameters, ending in a dot."""
-        above = self._above.get(id(module), [])
-        if not above or id(module) in below:
-            yield ""
-            return
-        for parent, name in above:
+def _below(module: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """A module and all that it holds, by name."""
+    yield path, module
+    for name, child in _parts(module, _CHILDREN):
+        if id(child) not in above:
             own = "" if name == _COMPILED else f"{name}."
-            for path in self._paths(parent, (*below, id(module))):
-                yield path + own
+            yield from _below(child, path + own, (*above, id(module)))
 
 
-def _outermost(name: str) -> tuple[int, str]:
+def _longest(names: Iterable[str]) -> str:
     """A module may be part of several: the outermost has the longest name. Of equals any will do,
     but always the same.
     """
-    return -name.count("."), name
+    return min(names, key=lambda name: (-name.count("."), name), default="")
 
 
-def _modules() -> list[Any]:
+def _every_module() -> list[Any]:
     base = sys.modules["paddle"].nn.Layer if IS_PADDLE else torch.nn.Module
     # By the type and not by `isinstance`, which asks the `__class__` of every proxy in the process.
     return [found for found in gc.get_objects() if issubclass(type(found), base)]
@@ -160,7 +148,7 @@ def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def memory_of(tensor: Any) -> int | None:
+def _memory_of(tensor: Any) -> int | None:
     """The address of the allocation; None where there is none, and under Paddle, whose callers give
     parameters themselves.
     """
@@ -172,15 +160,19 @@ def memory_of(tensor: Any) -> int | None:
         return None  # a parameter that was not made yet, or a tensor without data
 
 
+def _identity(tensor: Any) -> int:
+    """The same number for tensors that share memory; under Paddle, and for tensors without data, for
+    the same tensor alone.
+    """
+    return _memory_of(tensor) or -id(tensor)
+
+
 def _is_the_whole_of(tensor: Tensor, parameter: Any) -> bool:
-    if parameter is tensor:
-        return True
-    if not shares_memory(parameter, tensor):
-        return False
+    """Of two tensors that share memory: sharded models have slices of one memory as parameters."""
     whole = _local(parameter)
-    # Several parameters may be slices of one memory, as sharded models have them.
-    place, other = ((one.storage_offset(), one.numel()) for one in (tensor, whole))
-    return bool(place == other)
+    return parameter is tensor or (
+        (tensor.storage_offset(), tensor.numel()) == (whole.storage_offset(), whole.numel())
+    )
 
 
 def _common_module(names: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ from ..interop import (
 )
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels.cuda_wgrad import flush_source
+from ..log import log_once
 from ..refusals import need_dtype
 from ..routing.backends import arch_of
 from ..weights.parameters import ExpertParameters
@@ -354,8 +355,6 @@ def _kernel_on(device: str) -> tuple[Any, list[Exception]]:
     except FALLBACK as error:
         # Compilers print pages. The first line is enough for a log that goes on working.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        _kernel_on.say(
-            logging.WARNING,
-            f"gradients on {device} are flushed by plain tensor operations: {reason}",
-        )
+        line = "gradients on %s are flushed by plain tensor operations: %s"
+        log_once(logging.WARNING, line, device, reason)
         return None, [error]

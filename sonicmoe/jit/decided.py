@@ -7,13 +7,11 @@ cache, a GPU that was full for one moment would leave a run on slow operations f
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from ..errors import SonicMoEError
-from ..log import log_once
 from .errors import (
     CacheUnwritableError,
     CompileError,
@@ -50,12 +48,6 @@ def may_pass(error: BaseException) -> bool:
     return refused_after_load or not isinstance(error, _LASTING)
 
 
-class _Tentative(NamedTuple, Generic[Choice]):
-    choice: Choice
-    failures: int
-    again_at: float
-
-
 class Decided(Generic[Choice]):
     """Decorates `choose(device) -> (choice, errors on the way to it)`; a call returns the choice.
 
@@ -67,7 +59,8 @@ class Decided(Generic[Choice]):
     def __init__(self, choose: Callable[[str], tuple[Choice, Sequence[Exception]]]) -> None:
         self._choose = choose
         self._final: dict[str, Choice] = {}
-        self._tentative: dict[str, _Tentative[Choice]] = {}
+        # Choice, failures so far, and when to choose again.
+        self._tentative: dict[str, tuple[Choice, int, float]] = {}
 
     def __call__(self, device: str) -> Choice:
         """The choice for a device; errors as `choose`."""
@@ -80,24 +73,18 @@ class Decided(Generic[Choice]):
         self._final.clear()
         self._tentative.clear()
 
-    def say(self, level: int, text: str) -> None:
-        """Log a line, the first time."""
-        log_once(level, "%s", text)
-
     def _decide(self, device: str) -> Choice:
-        earlier = self._tentative.get(device)
-        if earlier is not None and time.monotonic() < earlier.again_at:
-            return earlier.choice
+        failures = 0
+        if device in self._tentative:
+            choice, failures, again_at = self._tentative[device]
+            if time.monotonic() < again_at:
+                return choice
         choice, errors = self._choose(device)
         if any(map(may_pass, errors)):
-            failures = 1 if earlier is None else earlier.failures + 1
             # The first repetition is immediate, so an obstacle of one moment, such as a full GPU,
             # costs one forward. From the second failure on the pauses are 1, 2, 4 ... seconds.
-            pause = 0.0 if failures == 1 else min(2.0 ** (failures - 2), _LONGEST_PAUSE_S)
-            self._tentative[device] = _Tentative(choice, failures, time.monotonic() + pause)
+            pause = min(2.0 ** (failures - 1), _LONGEST_PAUSE_S) if failures else 0.0
+            self._tentative[device] = choice, failures + 1, time.monotonic() + pause
         else:
             self._final[device] = choice
-            # Only a device that had failed before is worth a line.
-            if self._tentative.pop(device, None) is not None:
-                self.say(logging.INFO, f"kernels on {device}: what had stood in the way is gone")
         return choice

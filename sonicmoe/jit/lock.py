@@ -3,8 +3,7 @@ and a note that names the holder. And the right to say what all ranks of a host 
 
 Who may keep a lock, and for how long:
 * A process that ends, even by SIGKILL, loses its locks at once. A child that it forked gives up
-  its copies; one that another library started with them keeps the lock, and the timeout message
-  names that case.
+  its copies; one that another library started with them keeps the lock.
 * A host that dies on NFS cannot release anything. Its server keeps the lock until the lease of that
   client ends. A waiter cannot tell this from a long build, so it raises after the bounded wait, and
   the note says which host to look at.
@@ -228,28 +227,11 @@ class KeyLock:
         note = self._read_note()
         # A process id means something on its own host only.
         pid, host, since = (note.get(name, "unknown") for name in ("pid", "host", "since"))
-        # Only a process of this host can be asked whether it lives. If it is gone and the lock is
-        # not, the open file must have been inherited by a child.
-        gone = host == self._host and isinstance(pid, int) and not _alive(pid)
         hint = (
-            "that process is gone, so one of its forked children keeps the lock: end it"
-            if gone
-            else "if it hangs, end that process, which frees the lock; if its host died on NFS, wait for "
-            "the server's lease to end"
+            "if it hangs, or is gone and a child of it lives on, end that process, which frees the "
+            "lock; if its host died on NFS, wait for the server's lease to end"
         )
         return (
             f"waited {self._timeout_s:g} s for {self._key}, which is being built by pid {pid} on host {host} since {since} "
             f"(lock {self._folder / self._name}.lock); {hint}, or raise SONIC_MOE_LOCK_TIMEOUT"
         )
-
-
-def _alive(pid: int) -> bool:
-    try:
-        # Signal 0 is not delivered; the call only checks that the process exists. EPERM means that
-        # it exists and belongs to another user.
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -16,7 +16,7 @@ from ..architectures import arch_name
 from ..interop import IS_PADDLE, current_stream, device_name, device_of, empty, is_cuda
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels import aggregate_source, routing_metadata_source
-from ..log import logger
+from ..log import log_once
 from .calls import RoutedCall
 from .metadata import NO_ROW, RoutingMetadata, round_up
 from .reference import exact_routing, exact_sorted_routing
@@ -306,20 +306,18 @@ def _choose(device: str) -> tuple[RoutingKernels, list[Exception]]:
             continue
         level = logging.WARNING if reasons else logging.INFO
         why = "; ".join(reasons) or "compiled for this GPU"
-        _choose.say(level, f"routing kernels on {device}: {kernels.name} ({why})")
+        log_once(level, "routing kernels on %s: %s (%s)", device, kernels.name, why)
         return kernels, errors
     why = "; ".join(reasons)
-    _choose.say(
-        logging.WARNING,
-        f"routing kernels on {device}: plain tensor operations, which wait for the device ({why})",
-    )
+    line = "routing kernels on %s: plain tensor operations, which wait for the device (%s)"
+    log_once(logging.WARNING, line, device, why)
     return PlainKernels(), errors
 
 
 @functools.lru_cache(maxsize=64)
 def plain_kernels(reason: str) -> RoutingKernels:
     """Plain tensor operations, with one log line for each reason."""
-    logger.info("routing kernels: plain tensor operations (%s)", reason)
+    log_once(logging.INFO, "routing kernels: plain tensor operations (%s)", reason)
     return PlainKernels()
 
 
