@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 from click.testing import CliRunner
 from framework import torch
 from numerics_scores import evaluate
 
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics.cases import load_case
+from sonicmoe.diagnostics.capture import step_of_backward
+from sonicmoe.diagnostics.cases import as_case, load_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.enums import ZCode
+from sonicmoe.observe import BackwardBegins, observing
 from sonicmoe.quant.recipes import RECIPES
 
 NAN = float("nan")
@@ -28,6 +33,20 @@ def found(run, match=None, **options) -> NonFiniteError:
     with pytest.raises(NonFiniteError, match=match) as caught, detect_nonfinite(**options):
         run()
     return caught.value
+
+
+@contextmanager
+def captured_calls(name):
+    """Inside the block every backward appends a copy of its inputs to the list, as a case."""
+    cases = []
+
+    def collect(event):
+        if isinstance(event, BackwardBegins):
+            case = as_case(step_of_backward(f"{name}-{len(cases)}", event))
+            cases.append(replace(case, name=f"{case.name} {case.caller.layer}".strip()))
+
+    with observing(collect):
+        yield cases
 
 
 def fault_of(error: NonFiniteError) -> str:

@@ -164,8 +164,7 @@ def cache_line(state: CacheState) -> str:
     """Path and state of one cache directory."""
     exists = f"{mebibytes(state.size_bytes)} used" if state.exists else "not created yet"
     access = "writable" if state.writable else "not writable"
-    who = f", {state.access}" if state.access else ""
-    return f"{state.path} ({exists}, {access}{who}, {mebibytes(state.free_bytes)} free)"
+    return f"{state.path} ({exists}, {access}, {mebibytes(state.free_bytes)} free)"
 
 
 def mebibytes(size: int) -> str:

@@ -1,4 +1,4 @@
-"""Take the inputs of calls out of a running program, for `sonicmoe bisect`, and to measure recipes
+"""Take the inputs of a call out of a running program, for `sonicmoe bisect`, and to measure recipes
 on (`benchmarks/numerics_report.py`).
 """
 
@@ -8,9 +8,7 @@ import atexit
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,10 @@ from ..engine.interface import Tokens, token_dtype
 from ..interop import dtype_name, is_cuda
 from ..layer.state import LayerState
 from ..log import logger
-from ..observe import BackwardBegins, CallEvent, ExpertCall, ForwardDone, forget, observe, observing
+from ..observe import BackwardBegins, CallEvent, ExpertCall, ForwardDone, forget, observe
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import dequantize
 from ..routing.ids import is_here
-from .cases import as_case
 from .module_names import caller_of, shares_memory
 from .step_dump import STEP_FLAGS, Array, DumpError, StepDump, StepSettings, save_dump
 
@@ -59,29 +56,6 @@ def dump(layer: object, path: str | Path) -> None:
     writer = _Writer(layer, path)
     observe(writer)
     atexit.register(writer.say_if_unused)
-
-
-@contextmanager
-def captured_calls(name: str) -> Iterator[list[StepDump]]:
-    """Inside the block, every backward of experts appends a copy of its inputs to the list: of
-    every node, `MoE`, functional call and transformers model. The last layer's comes first.
-
-    Cases are called `{name}-0`, `{name}-1`, ..., with the name of the layer behind it where its
-    modules are known: `{name}-0 model.layers.3.mlp.experts`. Any activation, with or without
-    biases, whatever engine and precision they run in. `step_dump.save_dump` writes one to a file.
-    """
-    cases: list[StepDump] = []
-
-    def collect(event: CallEvent) -> None:
-        # At this event the saved tensors are complete. Later the backward may release them one by
-        # one.
-        if isinstance(event, BackwardBegins):
-            case = as_case(step_of_backward(f"{name}-{len(cases)}", event))
-            layer = case.caller.layer if case.caller is not None else ""
-            cases.append(replace(case, name=f"{case.name} {layer}") if layer else case)
-
-    with observing(collect):
-        yield cases
 
 
 def _check_writable(path: Path) -> None:

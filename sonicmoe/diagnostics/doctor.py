@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from ..flags import DIRECTORY, Flag, spelling
 from ..frameworks import FrameworkMissingError, choose, load
 from ..host import install_hint
 from ..jit.carried import carried
-from ..jit.place import Trust, shared_trust, who_can_write
+from ..jit.place import Trust, refusal, shared_trust
 from ..jit.toolchain import find_toolkit
 from ..jit.warmup import read_records
 
@@ -59,7 +58,7 @@ class CacheState:
     it does not exist.
 
     `warmed` says what complete warm-ups recorded there: one line a model, with the versions that
-    compiled it. `access` says who can write there, and `refused` why it is not used because of that.
+    compiled it. `refused` says why it is not used, where others can write there.
     """
 
     role: str
@@ -69,7 +68,6 @@ class CacheState:
     size_bytes: int = 0
     free_bytes: int = 0
     warmed: tuple[str, ...] = ()
-    access: str = ""
     refused: str = ""
 
 
@@ -172,34 +170,25 @@ def examine_copies(report: Report) -> None:
 
 
 def other_copies() -> list[str]:
-    """Name, version, place and state of every other sonicmoe, loaded under any name or importable
-    inside `CARRIER`. Imports none of them: that would load CUDA libraries, and mix the copies.
+    """Version and place of a sonicmoe that can be imported inside `CARRIER`. Imports none: that would
+    load CUDA libraries, and mix the copies.
     """
-    found: dict[Path, str] = {}
     try:
         spec = importlib.util.find_spec(CARRIER)  # of a top-level name: imports nothing
     except ValueError:  # it is loaded, and has none
         spec = None
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(place, "sonicmoe").resolve()
-        if (path / "__init__.py").is_file():
-            found[path] = f"{CARRIER}.sonicmoe {_version_of(path)} from {path} (importable)"
-    # A copy of the dictionary, because other threads may import meanwhile.
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        # transformers has a plain module of that name, which loads kernels.
-        is_package = hasattr(module, "__path__")
-        if file and is_package and name.rpartition(".")[2] == "sonicmoe":
-            path = Path(file).resolve().parent
-            says = getattr(module, "__version__", None) or _version_of(path)
-            found[path] = f"{name} {says} from {path} (loaded)"
-    return [copy for path, copy in sorted(found.items()) if path != PACKAGE_ROOT]
+    folders = (spec.submodule_search_locations or []) if spec else []
+    paths = [Path(folder, "sonicmoe").resolve() for folder in folders]
+    return [
+        f"{CARRIER}.sonicmoe {_version_of(path)} from {path}"
+        for path in paths
+        if path != PACKAGE_ROOT and (path / "__init__.py").is_file()
+    ]
 
 
 def _version_of(path: Path) -> str:
     """The version that a package's source states, or "unknown"."""
-    source = path / "__init__.py"
-    text = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
+    text = (path / "__init__.py").read_text(encoding="utf-8", errors="replace")
     match = re.search(r"^__version__\s*=\s*[\"']([^\"']+)", text, flags=re.MULTILINE)
     return match.group(1) if match else "unknown"
 
@@ -293,11 +282,10 @@ def examine_cache(report: Report, flag: Flag[Path], path: Path, trust: Trust) ->
         what = f"{role} {path}: {existing} is not a directory"
         report.error(what, f"set {flag.env} to a directory")
         return CacheState(role, str(path), path.exists())
-    refused, access = who_can_write(path, trust)
     free = shutil.disk_usage(existing).free
     state = CacheState(
         role, str(path), path.exists(), is_writable(existing), tree_size(path), free,
-        warmed_models(path), access, refused or "",
+        warmed_models(path), refusal(path, trust),
     )  # fmt: skip
     if not state.writable:
         remedy = f"only what is already compiled there can be used; set {flag.env}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import grp
 import os
 import pwd
 import stat
@@ -165,27 +164,15 @@ class Place:
         return list(zip(names, depths, strict=True))[::-1]
 
 
-def who_can_write(root: Path, trust: Trust) -> tuple[str, str]:
-    """Why a cache directory is refused, or ""; and who can write there, a clause, or "" while it
-    does not exist. For `doctor`; creates nothing.
-    """
-    refused = ""
+def refusal(root: Path, trust: Trust) -> str:
+    """Why a cache directory is refused, or "". For `doctor`; creates nothing."""
     try:
         Place.of(root, trust).checked()
     except UntrustedPlaceError as error:
-        refused = str(error.strerror)
+        return str(error.strerror)
     except (OSError, ValueError):
         pass  # absent or unreadable, which is another finding
-    try:
-        status = root.stat()
-    except (OSError, ValueError):
-        return refused, ""
-    names = ["this user" if status.st_uid == os.geteuid() else _user(status.st_uid)]
-    if status.st_mode & stat.S_IWGRP:
-        names.append(f"group {_group(status.st_gid)}")
-    if status.st_mode & stat.S_IWOTH:
-        names.append("every user")
-    return refused, f"written by {' and '.join(names)}"
+    return ""
 
 
 def _judge(
@@ -310,10 +297,3 @@ def _user(number: int) -> str:
         return f"user {pwd.getpwuid(number).pw_name}"
     except KeyError:
         return f"user {number}"
-
-
-def _group(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import re
 import secrets
 import socket
 import time
@@ -23,7 +21,7 @@ from ..log import logger
 from .errors import CompileError
 from .files import DamagedFileError, StoreFiles, describe_problem, is_storage_problem
 from .key import CompileKey
-from .lock import FAILED, PUBLISHED, KeyLock, try_lock
+from .lock import FAILED, PUBLISHED, KeyLock
 from .manifest import MANIFEST, Artefact, describe
 from .place import Place, Trust
 from .reader import ArtefactReader
@@ -31,10 +29,6 @@ from .reader import ArtefactReader
 Builder = Callable[[Path], None]
 SCRATCH = ".scratch"  # a builder's intermediate files, below its private directory; not published
 _KEPT_IN_QUARANTINE = 3
-# Longer than a build may take, so that a live builder is left alone also where a file system keeps
-# the locks of each host apart.
-ABANDONED_AFTER_S = 24 * 3600.0
-_LOCK_OF = re.compile(r"([a-z][a-z0-9_]*-[0-9a-f]{20}-[0-9a-f]{12})\.")
 # Errors of the publishing rename that mean "another process may have published already": the target
 # exists (EEXIST, ENOTEMPTY), or the source is gone because an NFS client repeated a request that
 # the server had carried out before (ENOENT, ESTALE).
@@ -87,7 +81,6 @@ class ArtefactStore(ArtefactReader):
         """
         super().__init__(root, trust, files or StoreFiles(), visibility_timeout_s)
         self._lock_timeout_s, self._host = lock_timeout_s, host or socket.gethostname()
-        self._swept = False
 
     def build(self, key: CompileKey, builder: Builder) -> Artefact:
         """The published artefact of `key`, built by `builder(private directory)` if there is none.
@@ -186,8 +179,7 @@ class ArtefactStore(ArtefactReader):
         return staging
 
     def _sweep(self, key: CompileKey, lock: KeyLock, own: Place) -> None:
-        """Remove the private directories of killed builds: those of this key, whose lock the
-        caller holds, and once in a process those that lie there for longer than a build may take.
+        """Remove the private directories of killed builds of this key, whose lock the caller holds.
 
         The operating system drops a lock when its holder dies, also by SIGKILL. The caller holds
         the lock now, so no directory of this key has a live owner. That conclusion fails on NFS
@@ -203,28 +195,6 @@ class ArtefactStore(ArtefactReader):
                     "an earlier build of %s (pid %s on %s) ended before it was complete", key, pid, host
                 )  # fmt: skip
                 self.files.remove_tree(folder / name)
-        if not self._swept:
-            self._swept = True
-            # Tidying up is no reason to fail a build.
-            with suppress(OSError):
-                self._sweep_abandoned(own)
-
-    def _sweep_abandoned(self, own: Place) -> None:
-        """Remove the directories of keys that nobody builds again: those that are a day older than
-        `own`, which was made a moment ago, and whose lock is free. So the file system's own clock
-        counts, and those of hosts do not matter.
-        """
-        folder, locks = own.parent.checked(), (self.place / "locks").checked()
-        made_at = os.lstat(folder / own.name).st_mtime
-        for name in self.files.names(own.parent):
-            lock_of, age = _LOCK_OF.match(name), made_at - os.lstat(folder / name).st_mtime
-            if lock_of is None or age <= ABANDONED_AFTER_S:
-                continue
-            held = try_lock(locks / f"{lock_of[1]}.lock")
-            if held is not None:
-                logger.info("removing %s, which a killed build left", folder / name)
-                self.files.remove_tree(own.parent / name)
-                held.release()
 
     def _filled(self, key: CompileKey, lock: KeyLock, staging: Place, builder: Builder) -> Artefact:
         """Build in the private directory and publish it; leaves nothing behind where that fails."""

@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import processes
@@ -19,7 +18,7 @@ from racer import make_key
 
 import sonicmoe
 from sonicmoe import host
-from sonicmoe.cli.doctor import cache_line, doctor, examine
+from sonicmoe.cli.doctor import doctor, examine
 from sonicmoe.config import FLAGS
 from sonicmoe.diagnostics import doctor as doctor_module
 from sonicmoe.diagnostics import doctor_engine
@@ -375,8 +374,6 @@ def test_cache_that_others_can_write_is_named(tmp_path, own, mode, refused):
     environ = {name: str(tmp_path / name) for name in CACHES} | {CACHES[own]: str(folder)}
     report = examined(environ)
     (state,) = [state for state in report.caches if state.exists]
-    assert state.access.startswith("written by this user") and state.access in cache_line(state)
-    assert ("group" in state.access) == bool(mode & 0o020)
     if refused is None:
         assert (report.problems, state.refused) == ([], "")
         return
@@ -471,21 +468,8 @@ def test_a_copy_that_could_be_imported(tmp_path, monkeypatch):
         text = '__version__ = "9.8"\nraise RuntimeError("imported")\n'
         (folder / "__init__.py").write_text(text)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    line = f"{SONICMOE}: paddlefleet_ops.sonicmoe 9.8 from {package} (importable)"
+    line = f"{SONICMOE}: paddlefleet_ops.sonicmoe 9.8 from {package}"
     assert copies_found() == [line, *before]
-
-
-def test_a_loaded_copy(tmp_path, monkeypatch):
-    copy = ModuleType("paddlefleet_ops.sonicmoe")
-    copy.__file__, copy.__version__ = str(tmp_path / "__init__.py"), "0.3"
-    copy.__path__ = [str(tmp_path)]
-    monkeypatch.setitem(sys.modules, copy.__name__, copy)
-    # A module without a spec, and one that is no package: what loads upstream's kernels there.
-    monkeypatch.setitem(sys.modules, "paddlefleet_ops", ModuleType("paddlefleet_ops"))
-    module = ModuleType("transformers.integrations.sonicmoe")
-    module.__file__ = str(tmp_path / "integrations" / "sonicmoe.py")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert copies_found() == [f"{SONICMOE}: paddlefleet_ops.sonicmoe 0.3 from {tmp_path} (loaded)"]
 
 
 def test_installed_under_another_version(monkeypatch):

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from engine.moe_golden import make_problem
-from findings import found, measured
+from findings import captured_calls, found, measured
 from fleet.fleet_calls import LAYOUTS, Experts
 from framework import IS_PADDLE, torch
 from pairwise import pairwise
 
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.bisect import bisect
-from sonicmoe.diagnostics.capture import captured_calls, dump
+from sonicmoe.diagnostics.capture import dump
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 
 if IS_PADDLE:

@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 import pytest
-from findings import fault_of, found, measured, said_by, spoil
+from findings import captured_calls, fault_of, found, measured, said_by, spoil
 from framework import torch
 from functional.layer_golden import make_layer, make_tokens
 from pairwise import pairwise
@@ -16,7 +16,7 @@ from torch import nn
 
 from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.diagnostics.bisect import bisect
-from sonicmoe.diagnostics.capture import captured_calls, dump
+from sonicmoe.diagnostics.capture import dump
 from sonicmoe.diagnostics.cases import load_case
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 from sonicmoe.enums import ActivationType

@@ -10,11 +10,11 @@ import processes
 import pytest
 import torch
 import torch.nn.utils.parametrize
-from findings import fault_of, found, measured, said_by, spoil
+from findings import captured_calls, fault_of, found, measured, said_by, spoil
 from integrations.hf_models import BY_TURNS, FAMILIES, IMPLEMENTATIONS, build, text
 
 from sonicmoe.diagnostics.bisect import bisect
-from sonicmoe.diagnostics.capture import captured_calls, dump
+from sonicmoe.diagnostics.capture import dump
 from sonicmoe.diagnostics.nonfinite import detect_nonfinite
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 from sonicmoe.integrations.transformers import invalidate_caches
