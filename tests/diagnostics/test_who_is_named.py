@@ -41,6 +41,15 @@ OF_MOE = OF_STACKED | {
     "dout": "input dout = the gradient of output at token",
 }
 del OF_MOE["probs"]  # it computes them by itself
+OF_TRANSFORMERS = {
+    "x": "input x = hidden_states at token",
+    "probs": "input probs = top_k_weights at",
+    "w1": "input w1 = gate_up_proj at expert 1",
+    "w2": "input w2 = down_proj at expert 1",
+    "b1": "input b1 = gate_up_proj_bias at expert 1",
+    "b2": "input b2 = down_proj_bias at expert 1",
+    "dout": "input dout at token",
+}
 OF_FLEET = {
     "x": "input x = hidden_states at token",
     "probs": "input probs = topk_scores at",
@@ -75,6 +84,7 @@ if not IS_PADDLE:
     FACES |= {
         "expert_mlp": (f"face=stacked arrangement=concat {MORE}", OF_STACKED),
         "MoE": (f"face=moe arrangement=native {MORE}", OF_MOE),
+        "transformers": (f"face=transformers arrangement=concat {MORE}", OF_TRANSFORMERS),
     }
 
 

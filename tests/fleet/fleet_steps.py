@@ -124,22 +124,5 @@ def swap_freed(weight):
     weight.data = other
 
 
-def train(expert, batches, steps=3, **begin):
-    """Every array that the steps leave: results of each micro-batch, gradients, weights."""
-    found = []
-    for _ in range(steps):
-        expert.micro_batches = len(batches)
-        expert.step_begin(**begin)
-        # All forwards first, as in a pipeline's warm-up.
-        calls = [expert.forward(batch) for batch in batches]
-        for call in calls:
-            found += call.backward().arrays
-        expert.optimizer_begin()
-        found += expert.gradients()
-        expert.optimizer_step()
-        found += [numpy(weight) for weight in expert.weights]
-    return found
-
-
 def same_bits(one, other):
     return len(one) == len(other) and all(map(np.array_equal, one, other))

@@ -16,7 +16,7 @@ from fleet.fleet_calls import (
     to_sonic,
     zeros,
 )
-from framework import IS_PADDLE, numpy, torch
+from framework import numpy, torch
 from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
@@ -91,25 +91,3 @@ class TestMainGradInTheOtherLayout:
             experts.weights[index].main_grad = zeros(shape)
         self.micro_batches(experts)
         assert_same(experts.gradients(), expected)
-
-    @pytest.mark.skipif(IS_PADDLE, reason="the test makes memory with strides")
-    def test_strides_are_taken_as_they_are(self, problem):
-        expected, experts = self.expected(problem), Experts(problem, "sonic")
-        held = torch.zeros(48, 4, 84)
-        experts.weights[1].main_grad = held[:, :, :80].permute(1, 0, 2)
-        experts.weights[0].main_grad = torch.zeros(4, 80, 96).transpose(1, 2)
-        self.micro_batches(experts)
-        np.testing.assert_array_equal(numpy(held[:, :, :80].permute(1, 0, 2)), expected[1])
-        assert not held[:, :, 80:].any()
-        assert_same(experts.gradients(), expected)
-
-    @each_layout
-    @pytest.mark.parametrize("up", [False, True])
-    def test_a_backward_writes_where_overwrite_main_grad_is_true(self, problem, layout, up):
-        """The flag is each weight's own: here always down's, and up's or not."""
-        experts, wanted = Experts(problem, layout), Experts(problem, layout)
-        experts.weights[0].overwrite_main_grad, experts.weights[1].overwrite_main_grad = up, True
-        overwrite(experts.weights[1].main_grad, np.full_like(wanted.gradients()[1], np.nan))
-        self.micro_batches(wanted, 1)
-        (once, down), _ = wanted.gradients(), self.micro_batches(experts)
-        assert_same(experts.gradients(), [once if up else 2 * once, down])

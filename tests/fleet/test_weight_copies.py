@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import weakref
 
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 from engine.moe_golden import make_problem
 from fleet.fleet_calls import Experts
-from fleet.fleet_steps import FleetExpert, same_bits, swap_freed, train
+from fleet.fleet_steps import FleetExpert, same_bits, swap_freed
 from framework import IS_PADDLE, numpy, torch
 from node.node_harness import problems
-from pairwise import pairwise
 from weights.freed_memory import holds_memory
 
 from sonicmoe.fleet.layer import known_layer, weights_changed
@@ -30,16 +28,6 @@ from sonicmoe.quant.reference import dequantize
 FORMATS = ("32x32", "1x32")
 each_format = pytest.mark.parametrize("form", FORMATS)
 LARGE = {"hidden": 144, "intermediate": 136}  # partial blocks at both edges
-
-
-@functools.cache
-def plain_training(count):
-    """Without copies and without freeing: parameters in grouped layout, quantised by the node.
-    Returns the batches, and every array that the steps leave.
-    """
-    batches = problems(count)
-    expert = FleetExpert(batches[0])
-    return batches, steps_of(expert, batches, lambda batch: expert.call(batch, fp8=True))
 
 
 def steps_of(expert, batches, forward):
@@ -64,19 +52,12 @@ def quantised():
 
 
 class TestOrderOfEvents:
-    @pytest.mark.parametrize(
-        ("form", "has_master", "frees"), pairwise(FORMATS, [False, True], [False, True])
-    )
-    def test_bits_are_those_of_training_without_it(self, form, has_master, frees):
-        batches, wanted = plain_training(3)
-        found = train(FleetExpert(batches[0], form), batches, frees=frees, has_master=has_master)
-        assert same_bits(found, wanted)
-
     @each_format
     def test_a_callback_that_never_runs_is_replaced_by_the_forwards(self, form, caplog):
         """Fleet asks for the attributes' presence only; what hangs there is of the step before."""
-        batches, wanted = plain_training(2)
-        expert = FleetExpert(batches[0], form)
+        batches = problems(2)
+        plain, expert = FleetExpert(batches[0]), FleetExpert(batches[0], form)
+        wanted = steps_of(plain, batches, lambda batch: plain.call(batch, fp8=True))
         assert same_bits(steps_of(expert, batches, expert.forward), wanted)
         # docs/weights.md: copies that are made again say so, in a line of the log.
         again = "FP8 copies of expert weights were made again: "

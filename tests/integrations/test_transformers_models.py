@@ -8,7 +8,6 @@ import pytest
 import torch
 from integrations.hf_models import (
     FAMILIES,
-    IMPLEMENTATIONS,
     NEWER_FAMILIES,
     build,
     errors,
@@ -111,19 +110,6 @@ def test_twenty_steps_in_fp8(family):
     assert expected[-1] < 0.05 * expected[0]
     # Measured: 0.9 to 2.8 % of the first.
     assert float((found - expected).abs().max()) <= 0.05 * expected[0]
-
-
-@pytest.mark.trained
-@IMPLEMENTATIONS
-def test_a_few_steps_of_training(implementation):
-    """Prepared weights follow every optimizer step: the loss falls as it does with `eager`."""
-    config = FAMILIES["olmoe"](1)
-    expected, found = (losses(build(config, name), 8) for name in ("eager", implementation))
-    # Over 10 seeds and two orders of summation: 0.10 to 0.14 of it; apart by 3e-7 in full precision,
-    # and by 3e-3 to 2.7e-2 in FP8, of a loss that falls to an eighth.
-    assert expected[-1] < 0.8 * expected[0]
-    bound = 1e-4 if implementation == "sonicmoe" else 0.1
-    assert ((found - expected).abs() / expected).max() <= bound
 
 
 # Refusals and registration
