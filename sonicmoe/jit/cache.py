@@ -18,7 +18,6 @@ Promises:
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import ResolvedConfig, current_config
-from ..log import first_time, log_once, logger
+from ..log import first_time, logger
 from .carried import carried
 from .errors import ArtefactLoadError, CacheUnwritableError, CompileForbiddenError, ToolchainError
 from .files import DamagedFileError, StoreFiles
@@ -84,7 +83,6 @@ class CompileCache:
         # user alone.
         self._shared = store(self.root, shared_trust(trusted))
         self._local = store(self.local_root, Trust.OWNER)
-        self._rebuilt = store(self.local_root / f"rebuilt-{host}", Trust.OWNER)
         # Loaded kernels live as long as the cache, which for `default_cache` is the life of the
         # process. Nothing is unloaded: captured graphs and saved functions may hold on to it.
         self._loaded: dict[tuple[Any, ...], Any] = {}
@@ -175,9 +173,8 @@ class CompileCache:
         """`load(artefact)`, remembered for the life of this process; builds the artefact if there
         is none.
 
-        An intact artefact that does not load here (another C library, a missing shared object) is
-        built again for this host alone. It is not replaced, because it may load on other hosts.
-        ArtefactLoadError where the fresh build does not load either; else errors as `build`.
+        ArtefactLoadError where an intact artefact does not load here; it is kept, because it may load
+        on other hosts. Else errors as `build`.
         """
         # Not the digest, because a key without a toolchain has none.
         memo = (key.family, key.toolchain)
@@ -212,39 +209,16 @@ class CompileCache:
     def _load(
         self, key: CompileKey, builder: Builder, load: Callable[[Artefact], Loaded]
     ) -> Loaded:
-        """Load the artefact; where that fails, load one that was built on this host.
-
-        Three directories can serve a key: the shared one, this node's, and `rebuilt-<host>` below
-        it. The third is apart, because the artefact that does not load would be found again in the
-        other two; it carries the host's name, because hosts may share the node's directory.
-        """
         artefact = self.build(key, builder)
         try:
             return load(artefact)
-        # A loader may compile by itself and meet the ban. That is no sign of a broken artefact, and
-        # rebuilding would break the promise that nothing compiles.
+        # A loader may compile by itself and meet the ban, which is no sign of a broken artefact.
         except CompileForbiddenError:
             raise
         except Exception as error:
-            line = f"{key} in {artefact.path} does not load on this host ({error}): building it for this host"
-            log_once(logging.WARNING, "%s", line)  # callers may try again
-            first = error
-        rebuilt = self._rebuilt.lookup(key).artefact
-        if rebuilt is None:
-            why = f"the artefact {artefact.path} does not load on this host: {first}"
-            try:
-                self.require_compiler(key, why)
-            except ToolchainError as refused:
-                raise refused from first  # `decided.may_pass` reads the cause: loading may pass
-            # The lookup above found nothing, so this compiles; an artefact that was rebuilt in an
-            # earlier run is used without the compiler.
-            words = "cannot be stored. Directory"
-            rebuilt = self._build_in(self._rebuilt, key, builder, words)
-        try:
-            return load(rebuilt)
-        except Exception as error:
             raise ArtefactLoadError(
-                f"{key}: the cached artefact does not load here ({first}), nor does one built on this host ({error})"
+                f"{key}: the artefact {artefact.path} does not load on this host: {error}. It may on others: set "
+                "SONIC_MOE_CACHE_DIR to a directory of hosts like this one"
             ) from error
 
     def _publish(self, key: CompileKey, builder: Builder) -> Artefact:
@@ -253,16 +227,12 @@ class CompileCache:
             return self._shared.build(key, builder)
         except StoreProblemError as problem:
             self._explain(problem)
-            refused = f"is not in the cache and cannot be stored. Cache directory {problem}. Node-local directory"
-        return self._build_in(self._local, key, builder, refused)
-
-    def _build_in(
-        self, store: ArtefactStore, key: CompileKey, builder: Builder, refused: str
-    ) -> Artefact:
+            refused = f"{key} is not in the cache and cannot be stored. Cache directory {problem}"
         try:
-            return store.build(key, builder)
+            return self._local.build(key, builder)
         except StoreProblemError as problem:
-            raise CacheUnwritableError(f"{key} {refused} {problem}. {HOW_TO_HELP}") from problem
+            words = f"{refused}. Node-local directory {problem}. {HOW_TO_HELP}"
+            raise CacheUnwritableError(words) from problem
 
     def _explain(self, problem: StoreProblemError) -> None:
         # Without the key: a read-only directory is one problem, however many kernels miss it.

@@ -18,7 +18,6 @@ from .errors import (
     CompileForbiddenError,
     CompileLockTimeout,
     KeyFieldError,
-    ToolchainError,
 )
 
 Choice = TypeVar("Choice")
@@ -38,14 +37,10 @@ _LONGEST_PAUSE_S = 64.0
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same attempt may succeed later in this process.
-
-    A failed compile is permanent. A missing compiler is permanent too, unless it was only needed
-    because a cached artefact failed to load (that error is then its cause): loading may succeed
-    later, for example when the GPU has memory again.
+    """Whether the same attempt may succeed later in this process: a failed compile and a missing
+    compiler are permanent, and a kernel that does not load may when the GPU has memory again.
     """
-    refused_after_load = isinstance(error, ToolchainError) and error.__cause__ is not None
-    return refused_after_load or not isinstance(error, _LASTING)
+    return not isinstance(error, _LASTING)
 
 
 class Decided(Generic[Choice]):

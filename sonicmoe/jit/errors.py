@@ -40,4 +40,4 @@ class CacheUnwritableError(SonicMoEError, RuntimeError):
 
 
 class ArtefactLoadError(SonicMoEError, RuntimeError):
-    """An intact artefact cannot be loaded on this machine, nor can a fresh build of it."""
+    """An intact artefact cannot be loaded on this machine."""

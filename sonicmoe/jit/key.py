@@ -199,8 +199,7 @@ def host_abi() -> str:
     both besides its sources.
     """
     # glibc and musl objects do not load into each other's processes, so the name of the library is
-    # part of the key. Its version is not: a newer library loads older objects, and an object that
-    # does not load is rebuilt.
+    # part of the key. Its version is not: a newer library loads older objects.
     return f"{platform.machine()}-{platform.libc_ver()[0] or platform.system().lower()}"
 
 

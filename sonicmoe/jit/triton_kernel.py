@@ -194,23 +194,12 @@ def _cache_in(folder: Path) -> Iterator[None]:
     """
     owner = threading.get_ident()
 
-    class FolderManager(CacheManager):
+    class FolderManager(FileCacheManager):
         def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
-            self.key = key
-
-        def get_file(self, filename: str) -> str | None:
-            path = folder / filename
-            return str(path) if path.exists() else None
-
-        def put(self, data: Any, filename: str, binary: bool = True) -> str:
-            (folder / filename).write_bytes(data if isinstance(data, bytes) else str(data).encode())
-            return str(folder / filename)
+            self.key, self.cache_dir, self.lock_path = key, str(folder), str(folder)
 
         # No group means a miss, so Triton always compiles into the empty folder. A group would
         # store absolute paths, which the publishing rename makes wrong.
-        def get_group(self, filename: str) -> dict[str, str] | None:
-            return None
-
         def put_group(self, filename: str, group: dict[str, str]) -> None:
             return None
 

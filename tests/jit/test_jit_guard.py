@@ -39,14 +39,3 @@ def test_damaged_artefact_counts_as_a_compile(cache, key, compiler):
     words = r"damaged: kernel\.so has 0 bytes instead of 4096"
     with no_compile(), pytest.raises(CompileForbiddenError, match=words):
         cache.build(key, compiler(key))
-
-
-def test_rebuild_after_failed_load_counts_as_a_compile(cache, key, compiler):
-    cache.build(key, compiler(key))
-
-    def refuse(artefact):
-        raise OSError("bad ELF")
-
-    words = "does not load on this host: bad ELF"
-    with no_compile(), pytest.raises(CompileForbiddenError, match=words):
-        cache.get(key, compiler(key), refuse)

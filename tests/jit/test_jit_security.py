@@ -72,25 +72,6 @@ def test_refused_directory_gives_its_reason(field, key, compiler):
     assert "EPERM" not in str(raised.value)
 
 
-def test_copy_for_this_host_lies_in_a_checked_directory_too(field, key, compiler):
-    """A kernel that does not load is built again below the node's directory."""
-    host = CompileCache(field.root, field.local, host="here")
-    shared = host.build(key, compiler(key)).path
-    rebuilt = field.local / "rebuilt-here"
-    rebuilt.mkdir(parents=True, mode=0o700)
-    evil = CompileCache(rebuilt, field.folder / "unused").build(key, compiler(key)).path
-    field.local.chmod(0o777)
-    loaded = []
-
-    def loader(artefact):
-        loaded.append(artefact.path)
-        raise OSError("does not load")
-
-    with pytest.raises(CacheUnwritableError, match="can be written by every user"):
-        host.get(key, compiler(key), loader)
-    assert loaded == [shared] and evil not in loaded
-
-
 # The cache directory
 
 
