@@ -34,9 +34,12 @@ SIZES = (
 )
 # The first value is the one that `shrink` prefers.
 AXES: dict[str, tuple[Any, ...]] = {
-    "face": ("node", "stacked", "triples", "moe", "plain", "transformers", "fleet", "sorted"),
+    "face": (
+        "node", "stacked", "triples", "moe", "plain", "transformers", "fleet", "sorted", "rows",
+    ),
     "law": (
-        "repeat", "poison", "memory", "permuted", "trains", "recompute", "face", "arrangement", "split", "nonfinite",
+        "repeat", "poison", "memory", "permuted", "trains", "recompute", "face", "arrangement", "split", "scaled",
+        "nonfinite",
     ),
     "recipe": ("none", *FP8_RECIPES),
     "activation": (*GATED, *UNGATED),
@@ -45,12 +48,12 @@ AXES: dict[str, tuple[Any, ...]] = {
     "bias": (False, True),
     "adapters": ("none", "up", "down", "both"),
     "trains": ("all", "biases", "b1", "b2", "weights"),
-    "arrangement": ("per_expert", "fused", "native", "concat", "halves", "turned"),
+    "arrangement": ("per_expert", "fused", "native", "concat", "halves", "turned", "numbered"),
     "gradients": ("autograd", "main_grad", "unset"),
     "flush": ("auto", "step"),
     "first": ("add", "overwrite"),
     "arrivals": ("plain", "x", "dout", "both"),
-    "schedule": ("one", "two", "crossed", "checkpoint"),
+    "schedule": ("one", "two", "crossed", "checkpoint", "graph"),
     "save_z": ("adaptive", "int8", "e4m3", "bf16"),
     "recompute_z": (False, True),
     "stagewise_memory": (False, True),
@@ -73,14 +76,14 @@ class Case:
     """One step. Its line names the fields that are not at their defaults.
 
     arrangement: how weights lie; "concat" is native with rows in halves, "turned" the fused one with
-    columns in turns. recipe: "none", or of FP8. own: the layer has activation parameters of its own.
+    columns in turns, "numbered" matrices of two modules as Megatron-Core has them. recipe: "none", or of FP8. own: the layer has activation parameters of its own.
     adapters: projections that have a low-rank pair. trains: which of weights and biases. gradients:
     where those of weights go: `.grad`, a `main_grad` that holds something, or one that is None.
     arrivals: what its sender has quantised.
     spelling: how x, the probabilities, the ids and the gradient of the output lie in memory. scene:
     which part of an operand is `LOUD` times as large. schedule: one micro-batch, two, two whose
-    backwards come in the other order, or one whose forward runs again. law: what is compared besides
-    the bars.
+    backwards come in the other order, one whose forward runs again, or one in a compiled graph. law:
+    what is compared besides the bars.
     """
 
     face: str = "node"

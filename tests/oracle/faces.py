@@ -22,12 +22,16 @@ from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.low_rank import Adapters, LowRank
 from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.layer.state import LayerState
+from sonicmoe.layouts import GateUp, WeightLayout
 from sonicmoe.quant.tokens import quantize_tokens
+from sonicmoe.weights.numbered import NumberedParameters
 
 HELD = 0.25  # in every `main_grad` before the step
 ON_HOST = " on host"  # behind the name of a GPU's engine whose kernels a host computes
 OF_FP8 = ("save_z", "fp8_wgrad", "iso_weight")
 MODES = ("recompute_z", "stagewise_memory")  # of FP8 and of the rest
+EAGER = tuple(value for value in AXES["schedule"] if value != "graph")
 
 
 def host(value: Any) -> np.ndarray:
@@ -137,6 +141,15 @@ class Layer:
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
         raise NotImplementedError
 
+    def traced(self, function: Any) -> Any:
+        """The function; one graph of it where the case says so. The compiler allows few graphs of one
+        function, so those of other cases go.
+        """
+        if self.case.schedule != "graph":
+            return function
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, backend="aot_eager")
+
     def finish(self) -> None:
         """What ends a step."""
 
@@ -182,11 +195,15 @@ class Layer:
 class Node(Layer):
     """`SonicMoEMlpNode`."""
 
-    takes: ClassVar = {"arrangement": ("per_expert", "fused", "native")}
+    takes: ClassVar = {
+        "arrangement": ("per_expert", "fused", "native", "numbered"), "schedule": EAGER,
+    }  # fmt: skip
 
     def make_weights(self) -> list[Any]:
-        options = {"activation_parameters": self.options, "flush": self.case.flush}
-        options["config"] = self.config
+        options: dict[str, Any] = {"activation_parameters": self.options, "config": self.config}
+        if self.case.arrangement == "numbered":
+            return self.make_numbered(**options)
+        options["flush"] = self.case.flush
         if self.case.arrangement == "per_expert":
             arrays = [rows for part in (self.scene.up_gate, self.scene.down) for rows in part]
             weights = [self.parameter(array) for array in arrays]
@@ -204,6 +221,15 @@ class Node(Layer):
         make = getattr(SonicMoEMlpNode, f"from_{self.case.arrangement}")
         self.node = make(*weights, self.activation, **options)
         return weights
+
+    def make_numbered(self, **options: Any) -> list[Any]:
+        parts = (array.transpose(0, 2, 1) for array in (self.scene.up_gate, self.scene.down))
+        named = [{f"weight{e}": self.parameter(rows) for e, rows in enumerate(p)} for p in parts]
+        sizes = self.scene.num_experts, self.scene.x.shape[1], self.scene.down.shape[1]
+        modules = (SimpleNamespace(_parameters=weights) for weights in named)
+        state = LayerState(NumberedParameters(*modules, sizes, self.activation), self.case.flush)
+        self.node = SonicMoEMlpNode.over(state, self.activation, **options)
+        return [weight for weights in named for weight in weights.values()]
 
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
         given: dict[str, Any] = {"biases": tuple(self.biases) or None, "adapters": self.adapters}
@@ -228,10 +254,11 @@ class Node(Layer):
         self.node.step()
 
     def in_user_layout(self, found: list[np.ndarray]) -> list[np.ndarray]:
-        if self.case.arrangement != "per_expert":
+        if self.case.arrangement not in ("per_expert", "numbered"):
             return super().in_user_layout(found)
-        half = len(found) // 2
-        return [np.stack(found[:half]), np.stack(found[half:])]
+        half, turned = len(found) // 2, self.case.arrangement == "numbered"
+        stacks = [np.stack(found[:half]), np.stack(found[half:])]
+        return [stack.transpose(0, 2, 1) for stack in stacks] if turned else stacks
 
 
 class Source:
@@ -244,26 +271,36 @@ class Source:
         return self.gradient
 
 
+SORTED: dict[str, tuple[Any, ...]] = {
+    "arrivals": ("plain",), "index": ("int64",), "schedule": EAGER, "counts": ("list", "none"),
+}  # fmt: skip
+
+
+def in_expert_order(layer: Layer, scene: Scene, x: Any, probs: Any) -> tuple[Any, Any, Any, Any]:
+    """Rows and probabilities of one slot a token, the numbers of rows, and where each token's row is.
+    Rows of no expert come last.
+    """
+    experts = scene.num_experts
+    chosen = np.where(scene.valid, scene.indices, experts)[:, 0]
+    order = np.argsort(chosen, kind="stable")
+    counts = np.bincount(chosen, minlength=experts)[:experts]
+    if not len(order):  # Paddle takes no rows of none
+        return x, probs[:, 0], counts, slice(None)
+    there, back = (tensor(places).to(layer.device) for places in (order, np.argsort(order)))
+    return x[there], probs[:, 0][there], counts, back
+
+
 class Sorted(Node):
     """The node on rows that a dispatcher has sorted by expert."""
 
-    takes: ClassVar = {
-        **Node.takes, "arrivals": ("plain",), "routing": ("full", "one", "zero"), "index": ("int64",),
-        "schedule": ("one", "two", "crossed"), "counts": ("list", "none"),
-    }  # fmt: skip
+    takes: ClassVar = {**Node.takes, **SORTED}
 
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
-        order = np.argsort(scene.indices[:, 0], kind="stable")
-        there, back = (tensor(places).to(self.device) for places in (order, np.argsort(order)))
-        counts = np.bincount(scene.indices[:, 0], minlength=scene.num_experts)
+        rows, scores, counts, back = in_expert_order(self, scene, x, probs)
         given = {"biases": tuple(self.biases) or None, "adapters": self.adapters}
         listed = None if self.case.counts == "none" else counts.tolist()
-        rows = x[there] if len(order) else x
-        scores = probs[:, 0][there] if len(order) else probs[:, 0]
-        out = self.node.forward_sorted(
-            rows, tensor(counts).to(self.device), scores, listed, **given
-        )
-        return out[back] if len(order) else out
+        counts = tensor(counts).to(self.device)
+        return self.node.forward_sorted(rows, counts, scores, listed, **given)[back]
 
 
 OF_TORCH = {
@@ -280,22 +317,51 @@ class Stacked(Layer):
     def make_weights(self) -> list[Any]:
         return [self.parameter(array) for array in self.stacked()]
 
-    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
-        from sonicmoe.functional.autograd import expert_mlp
-        from sonicmoe.layouts import GateUp, WeightLayout
-
-        layout = {
+    @property
+    def layout(self) -> WeightLayout:
+        return {
             "native": WeightLayout(),
             "fused": WeightLayout(transposed=True, split_half=self.case.gated),
             "concat": WeightLayout(split_half=self.case.gated),
             "halves": WeightLayout(split_half=True, apart=True),
         }[self.case.arrangement]
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """Weights and biases as functions take them."""
         *up, down = self.weights
-        b1, b2 = self.biases or (None, None)
-        return expert_mlp(
-            *(x, indices, probs, GateUp(*up) if len(up) == 2 else up[0], down, b1, b2),
-            self.activation, parameters=self.scene.own, layout=layout, adapters=self.adapters,
+        return GateUp(*up) if len(up) == 2 else up[0], down, *(self.biases or (None, None))
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        from sonicmoe.functional.autograd import expert_mlp
+
+        return self.traced(expert_mlp)(
+            *(x, indices, probs, *self.given, self.activation),
+            parameters=self.scene.own, layout=self.layout, adapters=self.adapters,
         )  # fmt: skip
+
+
+class Rows(Stacked):
+    """`planned_mlp` on sorted rows, as torchtitan's experts call it: the plan is the layer's own."""
+
+    takes: ClassVar = {
+        **Stacked.takes, "index": ("int64",), "adapters": ("none",),
+    }  # fmt: skip
+
+    @cached_property
+    def plan(self) -> Any:
+        from sonicmoe.layer.plan import make_plan
+
+        return make_plan(self.activation, self.layout, None, self.scene.own)
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        from sonicmoe.functional.autograd import planned_mlp
+        from sonicmoe.layer.plan import number_of
+
+        rows, scores, counts, back = in_expert_order(self, scene, x, probs)
+        routes = tensor(counts).to(self.device)
+        given = rows, routes, scores, self.given, None
+        return self.traced(planned_mlp)(self.plan, number_of(self.plan), *given)[back]
 
 
 class Triples(Layer):
@@ -311,12 +377,11 @@ class Triples(Layer):
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
         from sonicmoe.functional import moe_general_routing_inputs
 
-        views = [weight.permute(1, 2, 0) for weight in self.weights]
-        *up, down = views
+        *up, down = (weight.permute(1, 2, 0) for weight in self.weights)
         b1, b2 = self.biases or (None, None)
         topk = scene.indices.shape[1]
         token = torch.arange(len(scene.x)).repeat_interleave(topk).to(self.device)
-        out, counts = moe_general_routing_inputs(
+        out, counts = self.traced(moe_general_routing_inputs)(
             *(x, probs.reshape(-1), token, indices.reshape(-1)),
             *(tuple(up) if len(up) == 2 else up[0], b1, down, b2),
             activation_type=self.activation,
@@ -365,7 +430,7 @@ class Module(Layer):
             self.biases = [self.moe.c_fc.bias, self.moe.c_proj.bias]
             for bias, trains in zip(self.biases, self.bias_trains, strict=True):
                 bias.requires_grad_(trains)
-        return self.moe(x, self.backend, adapters=self.adapters)[0]
+        return self.traced(self.moe)(x, self.backend, adapters=self.adapters)[0]
 
     def gradients(self) -> dict[str, np.ndarray]:
         return super().gradients() | {"drouter": host(self.moe.router.weight.grad)}
@@ -374,7 +439,9 @@ class Module(Layer):
 class Plain(Module):
     """Its operations of PyTorch alone, with which users compare it."""
 
-    takes: ClassVar = {**Module.takes, "recipe": ("none",), "law": ("repeat", "split")}
+    takes: ClassVar = {
+        **Module.takes, "recipe": ("none",), "law": ("repeat", "split"), "schedule": EAGER,
+    }  # fmt: skip
     backend = "torch"
 
 
@@ -431,7 +498,7 @@ class Transformers(Layer):
             self.biases = [torch.nn.Parameter(bias.detach(), trains) for bias, trains in own]
             for name, bias in zip(self.names, self.biases, strict=True):
                 setattr(self.experts, f"{name}_bias", bias)
-        return self.experts(x, indices, probs)
+        return self.traced(self.experts)(x, indices, probs)
 
 
 class Fleet(Layer):
@@ -440,7 +507,7 @@ class Fleet(Layer):
     takes: ClassVar = {
         "arrangement": ("native", "fused"), "dtype": ("bfloat16",), "bias": (False,),
         "adapters": ("none",), "flush": ("auto",), "first": ("add",), "arrivals": ("plain",),
-        "activation": tuple(GATED), "spelling": ("contiguous",),
+        "activation": tuple(GATED), "spelling": ("contiguous",), "schedule": EAGER,
     }  # fmt: skip
     make_weights = Stacked.make_weights
     counts = Node.counts
@@ -479,16 +546,17 @@ class Fleet(Layer):
 
 LAYERS: dict[str, type[Layer]] = {
     "node": Node, "sorted": Sorted, "stacked": Stacked, "triples": Triples, "moe": Module, "plain": Plain,
-    "transformers": Transformers, "fleet": Fleet,
+    "transformers": Transformers, "fleet": Fleet, "rows": Rows,
 }  # fmt: skip
+ONE_SLOT = "sorted", "rows"
 FACES = ("node", "sorted", "fleet") if IS_PADDLE else tuple(LAYERS)
 
 
 # What the engines of a GPU have of the axes: their tokens have 16 bits.
 ON_A_GPU: dict[str, tuple[Any, ...]] = {
     "face": tuple(name for name in ("node", *FACES) if name not in ROUTERS),
-    "dtype": ("bfloat16", "float16"),
-}
+    "dtype": ("bfloat16", "float16"), "schedule": EAGER,
+}  # fmt: skip
 ENGINES: dict[str, dict[str, tuple[Any, ...]]] = {
     "reference": {},
     "hopper": ON_A_GPU | {
@@ -586,7 +654,9 @@ def _of_sizes(case: Case, engine: str) -> dict[str, Any]:
     if case.law == "permuted" and (hidden % 16 or inner % 16):
         # The host's products have other bits where an expert's memory begins off a vector's boundary.
         changes["law"] = "repeat"
-    topk = 1 if case.face == "sorted" else min(topk, experts)
+    if case.law == "scaled" and case.dtype == "float16":  # which has few powers of two
+        changes["law"] = "repeat"
+    topk = 1 if case.face in ONE_SLOT else min(topk, experts)
     return changes | {"sizes": (tokens, hidden, inner, experts, topk)}
 
 

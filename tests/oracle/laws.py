@@ -118,18 +118,41 @@ def trains(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
 
 
 def recompute(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
-    """z is computed again in the backward, or is kept; or is freed in the middle of it, or is not."""
+    """z is computed again in the backward, or is kept; or is freed in the middle of it, or is not. And
+    weight gradients of one backward wait for the end of the step, or do not.
+    """
     for mode in ("recompute_z", "stagewise_memory"):
         yield from _as(replace(case, **{mode: not getattr(case, mode)}), case, scene, engine)
+    if case.schedule not in ("two", "crossed"):
+        flush = "step" if case.flush == "auto" else "auto"
+        yield from _as(replace(case, flush=flush), case, scene, engine)
 
 
 def split(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
-    """The backwards of micro-batches come in the other order, or the forward runs once more."""
-    other = {"one": "checkpoint", "checkpoint": "one", "two": "crossed", "crossed": "two"}
-    for found in _as(replace(case, schedule=other[case.schedule]), case, scene, engine):
-        # Weight gradients of two micro-batches are sums in the order of the backwards.
-        same = [*found] if case.schedule in ("one", "checkpoint") else ["out", "dx", "dprobs"]
-        yield {name: found[name] for name in same if name in found}
+    """The backwards of micro-batches come in the other order, the forward runs once more, or nothing is
+    compiled.
+    """
+    for other in SPLIT_AS[case.schedule]:
+        for found in _as(replace(case, schedule=other), case, scene, engine):
+            # Weight gradients of two micro-batches are sums in the order of the backwards.
+            same = ["out", "dx", "dprobs"] if other in ("two", "crossed") else [*found]
+            yield {name: found[name] for name in same if name in found}
+
+
+SPLIT_AS = {
+    "one": ("checkpoint", "graph"), "checkpoint": ("one",), "graph": ("one",), "two": ("crossed",),
+    "crossed": ("two",),
+}  # fmt: skip
+
+
+def scaled(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
+    """The gradient of the output is a power of two times as large, and so is every other."""
+    for factor in (2.0**12, 2.0**-12):
+        found = run(case, replace(scene, dout=factor * scene.dout), engine)
+        held = HELD if _keeps_what_was_there(case) else 0.0
+        weights = ("dw1", "dw2") if held else ()  # a sum with what was there is rounded otherwise
+        yield {name: got if name == "out" else got / factor
+               for name, got in found.items() if name not in weights}  # fmt: skip
 
 
 def arrangement(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
@@ -191,6 +214,7 @@ LAWS: dict[str, Callable[[Case, Scene, str], Iterator[Found | str]]] = {
         trains,
         recompute,
         split,
+        scaled,
         arrangement,
         face,
         nonfinite,
