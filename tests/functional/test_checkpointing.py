@@ -40,26 +40,17 @@ class Checkpointed(torch.nn.Module):
 
 
 @MODES
-def test_forward_runs_again_with_the_same_bits(options, saves):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forward_runs_again_with_the_same_bits(reentrant, options, saves):
+    """The first forward of the re-entrant kind runs without autograd, and keeps nothing."""
     moe, (x, dout) = make_layer(bias=True), batch()
     expected = run_layer(moe, x, dout, **options)
     saves.clear()
-    assert_same_bits(
-        run_layer(Checkpointed(moe, use_reentrant=False), x, dout, **options), expected
-    )
-    assert saves == [True, True]
-
-
-@MODES
-def test_reentrant(options, saves):
-    """Its first forward runs without autograd, and keeps nothing."""
-    moe, (x, dout) = make_layer(bias=True), batch()
-    expected = run_layer(moe, x, dout, **options)
-    saves.clear()
+    layer = Checkpointed(lambda h: moe(h, **options), use_reentrant=reentrant)
     leaf = x.clone().requires_grad_()
-    out, aux = checkpoint(lambda h: moe(h, **options), leaf, use_reentrant=True)
+    out, aux = layer(leaf)
     ((out * dout).sum() + AUX_WEIGHT * aux).backward()
-    assert saves == [False, True]
+    assert saves == [not reentrant, True]
     gradients = {name: parameter.grad for name, parameter in moe.named_parameters()}
     assert_same_bits((out.detach(), aux.detach(), {"x": leaf.grad, **gradients}), expected)
 

@@ -5,24 +5,35 @@ rank; tests/ep has worlds.
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 from framework import torch
-from functional.test_sorted_rows import MODES, plan_of
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from sonicmoe import SonicMoEConfig
+from sonicmoe.enums import ActivationType
 from sonicmoe.ep.dispatcher import LocalTransport
 from sonicmoe.errors import RankLostError
 from sonicmoe.functional import routed
 from sonicmoe.functional.autograd import planned_mlp
 from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
-from sonicmoe.layer.plan import number_of
+from sonicmoe.layer.plan import make_plan, number_of
+from sonicmoe.layouts import NATIVE
 
 EXPERTS, TOPK, TOKENS, HIDDEN, INNER = 4, 2, 24, 32, 16
+COUNTS = [3, 0, 14, 5]  # of sorted rows; two are nobody's
+MODES = pytest.mark.parametrize("fp8_mode", ["off", "perf"])
+
+
+def plan_of(fp8_mode):
+    with SonicMoEConfig(fp8_mode=fp8_mode).activate():
+        made = make_plan(ActivationType.SWIGLU, NATIVE, None)
+    return replace(made, is_own=True)
 
 
 class Layer:
@@ -49,6 +60,11 @@ class Layer:
         return planned_mlp(
             routed.plan_of(self.number), self.number, x, self.ids, probs, weights, None
         )
+
+    def sorted(self, x, probs, *weights, counts=COUNTS):
+        """Rows in expert order; probs `[T]`, or None."""
+        routes = torch.tensor(counts)
+        return planned_mlp(self.plan, self.number, x, routes, probs, weights, None)
 
     def results(self, call):
         """Output and gradients."""
@@ -102,6 +118,15 @@ def test_gives_the_bits_of_the_experts_and_keeps_nothing(way, fp8_mode, saves, f
     assert_same(found, wanted)
     gc.collect()
     assert saves == [True] * forwards and not routed._kept
+
+
+@MODES
+def test_sorted_rows_whose_output_the_caller_multiplies(fp8_mode):
+    """They are those of probabilities of one; tests/oracle has these."""
+    layer = Layer(fp8_mode)
+    x, _, *weights = layer.leaves
+    ones = layer.sorted(x, torch.ones(TOKENS), *weights)
+    assert torch.equal(layer.sorted(x, None, *weights), ones) and ones.abs().max() > 0
 
 
 def test_what_a_forward_keeps_goes_with_its_output():

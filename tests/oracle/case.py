@@ -76,10 +76,10 @@ class Case:
     """One step. Its line names the fields that are not at their defaults.
 
     arrangement: how weights lie; "concat" is native with rows in halves, "turned" the fused one with
-    columns in turns, "numbered" matrices of two modules as Megatron-Core has them. recipe: "none", or of FP8. own: the layer has activation parameters of its own.
-    adapters: projections that have a low-rank pair. trains: which of weights and biases. gradients:
-    where those of weights go: `.grad`, a `main_grad` that holds something, or one that is None.
-    arrivals: what its sender has quantised.
+    columns in turns, "numbered" matrices of two modules as Megatron-Core has them. recipe: "none",
+    or of FP8. own: the layer has activation parameters of its own. adapters: projections that have a
+    low-rank pair. trains: which of weights and biases. gradients: where those of weights go: `.grad`,
+    a `main_grad` that holds something, or one that is None. arrivals: what its sender has quantised.
     spelling: how x, the probabilities, the ids and the gradient of the output lie in memory. scene:
     which part of an operand is `LOUD` times as large. schedule: one micro-batch, two, two whose
     backwards come in the other order, one whose forward runs again, or one in a compiled graph. law:

@@ -15,8 +15,8 @@ import torch
 from functional.layer_golden import batch, make_layer, make_tokens, views
 from functional.test_frozen_moe import pairs
 from functional.test_general_routing import TOKENS, triples
+from functional.test_routed import COUNTS
 from functional.test_routed import Layer as RoutedLayer
-from functional.test_sorted_rows import COUNTS, layer, plan_of
 from functional.test_two_tensors import general, leaves, turned, whole_layer
 from refusals.table import rows, scenes
 
@@ -45,9 +45,7 @@ from sonicmoe.errors import (
     SonicMoEError,
 )
 from sonicmoe.fsdp import gather_codes
-from sonicmoe.functional.autograd import planned_mlp
 from sonicmoe.integrations.frozen import freeze_experts
-from sonicmoe.layer.plan import number_of
 from sonicmoe.layouts import flat_weights
 
 BACKENDS = [backend.value for backend in list(KernelBackendMoE)[1:]]
@@ -492,13 +490,13 @@ def routed(group=None, **options):
 
 
 def sorted_rows(counts=COUNTS):
-    plan, (x, _, weights) = plan_of("off"), layer()
-    given = x, torch.tensor(counts), None, tuple(weights)
-    planned_mlp(plan, number_of(plan), *given, module=None)
+    made = RoutedLayer("off")
+    x, _, *weights = made.leaves
+    made.sorted(x, None, *weights, counts=counts)
 
 
 def unknown_plan():
-    x, _, weights = layer()
+    x, _, *weights = RoutedLayer("off").leaves
     given = (*flat_weights(weights), *[None] * 4, 0.0, 0.0, 5, False)
     torch.ops.sonicmoe.expert_mlp(x, torch.tensor(COUNTS), None, *given)
 
@@ -511,7 +509,7 @@ ROWS += rows(
 ROWS += rows(
     sorted_rows,
     (ShapeError, r"counts has shape \(3,\); needed: \(4,\)", {"counts": COUNTS[:3]}),
-    (RoutingError, "counts sum to 1140 rows and there are 145", {"counts": [1003, *COUNTS[1:]]}),
+    (RoutingError, "counts sum to 1022 rows and there are 24", {"counts": [1003, *COUNTS[1:]]}),
 )
 ROWS += scenes(
     (ConfigError, "the ticket, whose memory owns it, was copied or moved", partial(ticket, copied=True)),
