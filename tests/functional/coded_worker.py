@@ -215,7 +215,7 @@ def assigned(module: Any) -> None:
 
 def compiled(module: Any) -> None:
     each(module)
-    module.moe.compile(backend="inductor")
+    module.moe.compile(backend="aot_eager" if DEVICE == "cpu" else "inductor")
 
 
 def lora(block: Any = None) -> nn.Module:

@@ -1,12 +1,8 @@
 """One of two ranks: trains a small MoE under DDP and FSDP2 and compares it with one process that
-sees both ranks' batches; and what two processes have to agree on.
-
-python parallel_worker.py RANK STORE_FILE
+sees both ranks' batches; and what two processes have to agree on. parts_worker.py is the program.
 """
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -226,10 +222,7 @@ def check_results_written_in_place(rank: int, face: str, reshard: bool, x_grad: 
         torch.testing.assert_close(whole(mine.grad), its.grad / RANKS, rtol=1e-4, atol=1e-5)
 
 
-def main() -> None:
-    rank, store = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+def check_all(rank: int) -> None:
     check_numbers_of_plans()
     check_node(rank)
     # DDP first: a process that has sharded a module keeps no prepared weights.
@@ -239,9 +232,3 @@ def main() -> None:
         check_results_written_in_place(rank, face, reshard, x_grad)
     for use_fp8, compiled in ((False, False), (True, True)):
         check_training(fully_shard, rank, use_fp8, compiled)
-    dist.destroy_process_group()
-    print("equal")
-
-
-if __name__ == "__main__":
-    main()

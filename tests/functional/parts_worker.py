@@ -1,7 +1,8 @@
 """One of two ranks: shards, offloads or wraps a layer or a part of it in every way of the table, and
-compares what it returns, and the gradient of its tokens, with the layer alone.
+compares what it returns, and the gradient of its tokens, with the layer alone; and before that runs
+all of parallel_worker.py.
 
-python parts_worker.py RANK STORE_FILE FACE
+python parts_worker.py RANK STORE_FILE [TABLE ...]
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from functional.parallel_worker import H, Routed, layer
+from functional.parallel_worker import H, Routed, check_all, layer
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -235,13 +236,15 @@ def problem(make: Callable[[], nn.Module], way: Way, words: str) -> str:
 
 
 def main() -> None:
-    rank, store, face = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, store, *names = sys.argv[1:]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    table = LAYERS if face == "layers" else TRANSFORMERS
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
+    check_all(int(rank))
+    tables = {"layers": LAYERS, "transformers": TRANSFORMERS}
     found = {
         name: problem(make, way, words)
-        for make, ways in table.items()
+        for table in names
+        for make, ways in tables[table].items()
         for name, (way, words) in ways.items()
     }
     assert not any(found.values()), {name: words for name, words in found.items() if words}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import framework
@@ -16,10 +17,15 @@ from sonicmoe.quant.reference import quantize, transpose_storage
 
 pytestmark = pytest.mark.skipif(framework.IS_PADDLE, reason="the PyTorch face")
 WORKER = Path(__file__).with_name("coded_worker.py")
-EAGER = (
-    *("kept", "resharded", "uneven", "fewer", "masters", "checkpointed", "accumulated"),
+WAYS = (
+    *("kept", "resharded", "uneven", "fewer", "masters", "checkpointed", "accumulated", "compiled"),
     *("offloaded", "on meta", "assigned", "functional", "gate and up apart", "values"),
 )
+CHECKS = "alone", "what is gathered", "quantised once", "checkpoints", "refusals"
+# By the library that they need; all run in one world.
+MODELS = {
+    "peft": ["LoRA"], "transformers": ["qwen3", "gpt-oss", "frozen"], "accelerate": ["accelerate"],
+}  # fmt: skip
 
 
 def run(tmp_path, ranks, *ways, device="cpu"):
@@ -32,11 +38,8 @@ def run(tmp_path, ranks, *ways, device="cpu"):
 
 @pytest.mark.trained
 def test_two_ranks_train_as_on_gathered_values(tmp_path):
-    run(tmp_path, 2, *EAGER)
-
-
-def test_what_ranks_gather_and_refuse(tmp_path):
-    run(tmp_path, 2, "alone", "what is gathered", "quantised once", "checkpoints", "refusals")
+    """And what they gather and refuse."""
+    run(tmp_path, 2, *WAYS, *CHECKS)
 
 
 @pytest.mark.trained
@@ -46,24 +49,11 @@ def test_four_ranks(tmp_path):
 
 
 @pytest.mark.trained
-def test_a_compiled_layer(tmp_path):
-    run(tmp_path, 2, "compiled")
-
-
-@pytest.mark.trained
-@pytest.mark.parametrize(
-    ("way", "needs"),
-    [
-        ("LoRA", "peft"),
-        ("qwen3", "transformers"),
-        ("gpt-oss", "transformers"),
-        ("accelerate", "accelerate"),
-        ("frozen", "transformers"),
-    ],
-)
-def test_models(tmp_path, way, needs):
-    pytest.importorskip(needs)
-    run(tmp_path, 2, way)
+def test_models(tmp_path):
+    there = [way for library, ways in MODELS.items() if find_spec(library) for way in ways]
+    if not there:
+        pytest.skip("needs peft, transformers or accelerate")
+    run(tmp_path, 2, *there)
 
 
 @pytest.mark.gpu
