@@ -182,37 +182,6 @@ def test_configuration_of_the_forward_serves_its_backward():
     assert torch.equal(gradient, expected["c_fc.weight"])
 
 
-# Training
-
-
-@pytest.mark.trained
-@pytest.mark.parametrize("precision", ["fp32", "fp8", "bf16"])
-def test_training_learns_and_moves_every_expert(precision):
-    """A student with the teacher's router regresses on its outputs."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    teacher, student = (make_layer(experts=4, seed=seed).to(dtype) for seed in (0, 1))
-    student.router.load_state_dict(teacher.router.state_dict())
-    before = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
-    x = make_tokens(64, 32, dtype=dtype)
-    target = without_grad(teacher, x)[0].float()
-    optimizer = torch.optim.AdamW(student.parameters(), lr=0.02, weight_decay=0.0)
-    losses = []
-    for _ in range(30):
-        out, aux = student(x, use_fp8=precision == "fp8")
-        loss = (out.float() - target).square().mean()
-        (loss + 0.01 * aux).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    # Over 8 seeds and two orders of summation: 0.013 to 0.021 of it, and every expert moved by 0.14.
-    assert losses[-1] < 0.4 * losses[0], losses
-    for name, parameter in student.named_parameters():
-        moved = (parameter - before[name]).abs().flatten(1).amax(1)
-        assert (moved > 0.01).all(), (
-            f"{name}: experts {torch.nonzero(moved <= 0.01).flatten().tolist()} stood still"
-        )
-
-
 # Border
 
 

@@ -1,5 +1,5 @@
-"""w1 as two tensors, gate and up, through the functional API: the bits of one tensor in halves, a
-gradient for each, and nothing stale of either.
+"""w1 as two tensors, gate and up, through the functional API: a gradient for each, and nothing stale of
+either. tests/oracle has the bits of one tensor in halves.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 from framework import torch
 from functional.following import Following
-from pairwise import pairwise
 
 from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.errors import ShapeError
@@ -50,51 +49,33 @@ def compiled(*given, **options):
     return torch.compile(general, fullgraph=True, backend="aot_eager")(*given, **options)
 
 
-def step(face, bias, in_halves, **options):
-    """The output and all gradients, w1's as one tensor in halves."""
-    x, gate, up, w2, b1, b2 = tensors = leaves(bias)
-    w1 = turned(gate), turned(up)
-    if in_halves:
-        joined = torch.nn.Parameter(torch.cat([gate, up], 1).detach())
-        w1, tensors, options = (
-            turned(joined),
-            (x, joined, *tensors[3:]),
-            {**options, "concat_layout": True},
-        )
-    out = face(x, w1, turned(w2), b1, b2, **options)
-    out.square().sum().backward()
-    dx, *found = (t.grad for t in tensors if t is not None)
-    if not in_halves:
-        assert all(gradient.is_contiguous() for gradient in found[:2])
-        # Autograd took both as they left the engine, side by side.
-        assert found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
-        found[:2] = [torch.cat(found[:2], 1)]
-    return out.detach(), dx, *found
-
-
-@pytest.mark.parametrize(
-    ("face", "bias", "use_fp8"), pairwise([whole_layer, general, compiled], *2 * [(False, True)])
-)
-def test_the_bits_of_one_tensor_in_halves(fresh_compiler, face, bias, use_fp8):
-    """b1 beside them is in halves, whatever `concat_layout` says."""
-    wanted = step(general if face is compiled else face, bias, True, use_fp8=use_fp8)
-    for concat_layout in (False, True):
-        found = step(face, bias, False, use_fp8=use_fp8, concat_layout=concat_layout)
-        assert all(map(torch.equal, found, wanted)) and len(found) == len(wanted)
+def gradients(face, *trains, **options):
+    """Of gate and up."""
+    x, *halves, w2, b1, b2 = leaves(bias=True)
+    for half, is_trained in zip(halves, trains, strict=True):
+        half.requires_grad_(is_trained)
+    face(x, tuple(map(turned, halves)), turned(w2), b1, b2, **options).square().sum().backward()
+    return [half.grad for half in halves]
 
 
 @pytest.mark.parametrize("face", [general, compiled])
-@pytest.mark.parametrize("trains", [(True, False), (False, True), (False, False)])
-def test_only_one_trains(fresh_compiler, trains, face):
-    x, *halves, w2, b1, b2 = leaves()
-    for half, is_trained in zip(halves, trains, strict=True):
-        half.requires_grad_(is_trained)
-    face(x, tuple(map(turned, halves)), turned(w2), b1, b2).square().sum().backward()
-    wanted = step(general, False, False)[2].chunk(2, 1)
-    for half, is_trained, gradient in zip(halves, trains, wanted, strict=True):
-        assert torch.equal(half.grad, gradient) if is_trained else half.grad is None
-        # Without the memory of the other.
-        assert not is_trained or half.grad.untyped_storage().nbytes() == half.grad.nbytes
+def test_a_gradient_for_each(fresh_compiler, face):
+    """b1 beside them is in halves, whatever `concat_layout` says."""
+    wanted = gradients(face, True, True)
+    # Autograd took both as they left the engine, side by side.
+    assert all(gradient.is_contiguous() for gradient in wanted)
+    assert len({gradient.untyped_storage().data_ptr() for gradient in wanted}) == 1
+    assert all(map(torch.equal, gradients(face, True, True, concat_layout=True), wanted))
+    for trains in ((True, False), (False, True), (False, False)):
+        for gradient, is_trained, whole in zip(
+            gradients(face, *trains), trains, wanted, strict=True
+        ):
+            if not is_trained:
+                assert gradient is None
+                continue
+            # Without the memory of the other.
+            assert torch.equal(gradient, whole)
+            assert gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 def test_upstreams_fp8_functions_take_them_as_they_lie():

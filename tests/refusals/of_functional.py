@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from functional.layer_golden import batch, make_layer, make_tokens, views
-from functional.test_frozen_moe import pairs
 from functional.test_general_routing import TOKENS, triples
+from functional.test_moe_adapters import pairs
 from functional.test_routed import COUNTS
 from functional.test_routed import Layer as RoutedLayer
 from functional.test_two_tensors import general, leaves, turned, whole_layer
