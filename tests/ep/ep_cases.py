@@ -80,9 +80,9 @@ def joined(sources):
     )
 
 
-def expert_weights():
+def expert_weights(hidden=HIDDEN):
     """up_gate `[E, H, 2I]` and down `[E, I, H]`, fp32."""
     rng = np.random.default_rng(7)
-    up = rng.standard_normal((EXPERTS, HIDDEN, 2 * INTERMEDIATE)) * HIDDEN**-0.5
-    down = rng.standard_normal((EXPERTS, INTERMEDIATE, HIDDEN)) * INTERMEDIATE**-0.5
+    up = rng.standard_normal((EXPERTS, hidden, 2 * INTERMEDIATE)) * hidden**-0.5
+    down = rng.standard_normal((EXPERTS, INTERMEDIATE, hidden)) * INTERMEDIATE**-0.5
     return up.astype(np.float32), down.astype(np.float32)

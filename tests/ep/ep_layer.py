@@ -19,10 +19,10 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 MOST_TOKENS = 41  # of any rank in any case, and one more
 
 
-def local_experts(first, count):
+def local_experts(first, count, hidden=HIDDEN):
     """Modules of experts `first .. first + count`, each weight with a zero fp32 `main_grad`."""
     made = []
-    up, down = expert_weights()
+    up, down = expert_weights(hidden)
     for expert in range(first, first + count):
         weights = [parameter(values[expert]) for values in (up, down)]
         for weight in weights:
@@ -32,14 +32,31 @@ def local_experts(first, count):
     return made
 
 
+def node_of(experts, **options):
+    """A node over such modules."""
+    hidden = int(experts[0].up_gate_proj.weight.shape[0])
+    config = SonicMoEConfig(**options)
+    return SonicMoEMlpNode(experts, len(experts), hidden, INTERMEDIATE, config=config)
+
+
+class Spy:
+    """A source of gradients that remembers what it has given."""
+
+    def __init__(self, source):
+        self.source, self.rows = source, None
+
+    def take(self, gradient):
+        self.rows = self.source.take(gradient)
+        return self.rows
+
+
 def run_layer(dispatcher, source, rank=0, dtype="float32", fp8=False, spelling="contiguous"):
     """Everything one rank sees of one forward and backward, by name, in numpy. No dispatcher writes
     what it was given, nor what it gave away.
     """
     count = dispatcher.num_local_experts
-    experts = local_experts(rank * count, count)
-    config = SonicMoEConfig(fp8_mode="perf" if fp8 else "off")
-    node = SonicMoEMlpNode(experts, count, HIDDEN, INTERMEDIATE, config=config)
+    experts = local_experts(rank * count, count, source.x.shape[1])
+    node = node_of(experts, fp8_mode="perf" if fp8 else "off")
     leaf, weights, ids = (
         spelled(tensor(array), spelling) for array in (source.x, source.weights, source.ids)
     )
@@ -51,28 +68,54 @@ def run_layer(dispatcher, source, rank=0, dtype="float32", fp8=False, spelling="
     x = leaf.to(getattr(torch, dtype))
     mine = Snapshot(x=x, ids=ids, weights=weights)
     received = dispatcher.dispatch(x, ids, weights)
-    theirs = Snapshot(x=received.x, indices=received.indices, probs=received.probs)
-    out = node(received.x, received.tokens_per_expert, received.indices, received.probs)
-    rows = Snapshot(out=out)
+    theirs = Snapshot(indices=received.indices, probs=received.probs)
+    rows = Snapshot(**({} if dispatcher.fp8 else {"x": received.x}))
+    assert (received.dout_source is not None) == dispatcher.fp8_grad
+    spy = Spy(received.dout_source) if dispatcher.fp8_grad else None
+    out = node(
+        received.x, received.tokens_per_expert, received.indices, received.probs,
+        x_scale=received.x_scale, dx_to=received.dx_to, dout_source=spy,
+    )  # fmt: skip
+    results = Snapshot(out=out)
     y = dispatcher.combine(out, received.handle)
     dout = spelled(tensor(source.dout).to(y.dtype), spelling)
     beyond = Snapshot(dout=dout)
     y.backward(dout)
     node.step()
-    changes = [words for held in (mine, theirs, rows, beyond) for words in held.changes()]
+    changes = [words for held in (mine, theirs, rows, results, beyond) for words in held.changes()]
     assert not changes, changes
     counts = received.tokens_per_expert
     return {
         "y": numpy(y),
         "dx": gradient(leaf),
         "dweights": gradient(weights),
-        "recv_x": numpy(received.x),
         "recv_idx": numpy(received.indices),
         "recv_probs": numpy(received.probs),
         "counts": np.array([-1] * count if counts is None else counts),
         "up_gate": np.stack([numpy(e.up_gate_proj.weight.main_grad) for e in experts]),
         "down": np.stack([numpy(e.down_proj.weight.main_grad) for e in experts]),
+        **arrived(dispatcher, received, spy),
     }
+
+
+def arrived(dispatcher, received, spy):
+    """The rows that were delivered: of codes and scales those that have a slot here."""
+    here = numpy(received.indices).max(1, initial=-1) >= 0
+    found = {}
+    if dispatcher.fp8:
+        assert received.x.dtype == torch.float8_e4m3fn and received.dx_to.dtype == torch.bfloat16
+        found |= {"codes": code_bytes(received.x)[here], "scales": numpy(received.x_scale)[here]}
+    else:
+        found["recv_x"] = numpy(received.x)
+    if spy is not None:
+        codes, scales = spy.rows.codes, spy.rows.scale_inv
+        found |= {"dout codes": code_bytes(codes)[here], "dout scales": numpy(scales)[here]}
+    return found
+
+
+def code_bytes(codes):
+    empty = 0 in tuple(codes.shape)  # which Paddle cannot view
+    return np.zeros(codes.shape) if empty else numpy(codes.view(torch.uint8).to(torch.int32))
 
 
 def gradient(leaf):

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ep_cases import EXPERTS, joined
-from ep_fp8 import BOTH, CASES, Spy, node_of, run_fp8, sources
+from ep_cases import EXPERTS, MATRICES, joined
+from ep_fp8 import BOTH, CASES, HIDDEN, PRECISION, sources
+from ep_layer import Spy, local_experts, node_of, run_layer
 from framework import relative_rmse
 from kernels.needs import can_load_kernels
 
@@ -26,7 +27,7 @@ TRANSPORTS = {
     "paddle": ("collective", "fixed size"),
 }
 BOUND = 5e-3  # of bf16 roundings of partial sums
-KEYS = ("y", "dx", "dweights", "up", "down")
+KEYS = ("y", "dx", "dweights", *MATRICES)
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -44,7 +45,7 @@ WAYS = pytest.mark.parametrize(
 
 @cache
 def one_process(case, form, grads):
-    return run_fp8(LocalDispatcher(EXPERTS), joined(sources(case)), 0, form, grads=grads)
+    return run_layer(LocalDispatcher(EXPERTS, form, grads), joined(sources(case)), **PRECISION)
 
 
 @WAYS
@@ -84,8 +85,8 @@ def test_codes_and_scales_arrive_bit_for_bit(world, case, form, grads):
 def test_a_gradient_that_was_sent_in_fp8_is_the_one_quantised_at_home():
     """Bit for bit what the node makes of the gradient that its own process has quantised."""
     source = joined(sources("uneven"))
-    sent = run_fp8(LocalDispatcher(EXPERTS, False, True), source, 0, False, grads=True)
-    node, _ = node_of(0, EXPERTS, fp8_mode="perf")
+    sent = run_layer(LocalDispatcher(EXPERTS, False, True), source, **PRECISION)
+    node = node_of(local_experts(0, EXPERTS, HIDDEN), fp8_mode="perf")
     x = torch.tensor(source.x, requires_grad=True)
     probs = torch.tensor(source.weights, requires_grad=True)
     dout = torch.tensor(source.dout).to(torch.bfloat16)
@@ -136,7 +137,8 @@ class TestAGradientPastAutograd:
 
     def experts(self, received, source):
         """The output of a node that asks `source` for its gradient, and its weights."""
-        node, weights = node_of(0, EXPERTS)
+        experts = local_experts(0, EXPERTS, HIDDEN)
+        node, weights = node_of(experts), [e.up_gate_proj.weight for e in experts]
         given = received.tokens_per_expert, received.indices, received.probs
         return node(received.x.float(), *given, dout_source=source), weights
 
