@@ -79,6 +79,10 @@ FACES = {
     "node": (f"arrangement=fused {MORE}", OF_NODE),
     "node, sorted": (f"face=sorted arrangement=fused {MORE}", OF_NODE),
     "PaddleFleet": ("face=fleet arrangement=fused dtype=bfloat16 sizes=37x32x24x4x2", OF_FLEET),
+    "PaddleFleet, native": (
+        "face=fleet arrangement=native dtype=bfloat16 sizes=37x32x24x4x2",
+        OF_FLEET,
+    ),
 }
 if not IS_PADDLE:
     FACES |= {
