@@ -8,13 +8,15 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..autograd.torch_bridge import apply_function, refuse_transforms
+from ..config import active_config
 from ..engine.low_rank import NO_ADAPTERS, Adapters
 from ..enums import ActivationParameters, ActivationType
 from ..layer.compiled import expert_operator
 from ..layer.passed_call import PassedCall, PassedFunction
-from ..layer.plan import Plan, plan_for
+from ..layer.plan import Plan, check_use_fp8, plan_for
 from ..layouts import Codes, GateUp, StackedWeights, WeightLayout, flat_weights
 from ..observe import FACES, STACKED
+from ..weights.stacked_cache import guard_of
 from .border import check_stored, check_switch
 
 Tensor = torch.Tensor
@@ -82,8 +84,13 @@ def expert_mlp(
     # The plan holds the configuration of this moment. Backward may run on one of autograd's
     # threads, where nothing is activated, and under another configuration later.
     of_layer = activation, layout, use_fp8, parameters, face
-    plan = plan_for(x, weights, not is_alone, *of_layer)
-    call = PassedCall(plan=plan, routes=indices, weights=weights, adapters=adapters, module=module)
+    if use_fp8 is not None and type(use_fp8) is not bool:  # 1 equals True, and would be found
+        check_use_fp8(use_fp8)
+    resolved = active_config().resolve()
+    guard, kept = guard_of(flat, (resolved, of_layer, not is_alone, x.device, x.dtype, x.shape[-1]))
+    plan = kept.bound[1] if kept else plan_for(resolved, x, weights, not is_alone, *of_layer)
+    own = {"guard": guard, "kept": kept, "module": module}
+    call = PassedCall(plan=plan, routes=indices, weights=weights, adapters=adapters, **own)
     return _run(call, x, probs, flat, save)
 
 
@@ -108,8 +115,10 @@ def planned_mlp(
     # mode, to which the engines' launches show nothing.
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return expert_operator(x, routes, probs, weights, number, save)
-    plan = plan.fitted_to(x, weights)
-    call = PassedCall(plan=plan, routes=routes, weights=weights, module=module)
+    guard, kept = guard_of(flat, (plan, x.device, x.dtype, x.shape[-1]))
+    plan = kept.bound[1] if kept else plan.fitted_to(x, weights)
+    own = {"guard": guard, "kept": kept, "module": module}
+    call = PassedCall(plan=plan, routes=routes, weights=weights, **own)
     return _run(call, x, probs, flat, save)
 
 

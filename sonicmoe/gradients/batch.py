@@ -93,14 +93,12 @@ def stand_ins_for(parameters: Sequence[Tensor], trained: Sequence[bool]) -> dict
     Megatron's data parallelism sets that attribute and hangs its reductions on gradient hooks,
     which must find a `.grad`. Where the attribute is True they drop it and take `main_grad`.
     """
-    # Asked at every backward of parameters that nearly never have it.
-    marked = list(map(hasattr, parameters, repeat("grad_added_to_main_grad")))
-    if not any(marked):
-        return {}
     found = {
         id(parameter): index
         for index, parameter in enumerate(parameters)
-        if marked[index] and trained[index] and hasattr(parameter, "main_grad")
+        if trained[index]
+        and hasattr(parameter, "grad_added_to_main_grad")
+        and hasattr(parameter, "main_grad")
     }
     return {index: _zeros_like(parameters[index]) for index in found.values()}
 

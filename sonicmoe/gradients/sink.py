@@ -39,7 +39,6 @@ from ..engine.settings import GradientMode
 from ..enums import FlushMode
 from ..errors import ConfigError
 from ..interop import device_name, is_capturing, plain_ops
-from ..layouts import WeightLayout
 from ..log import log_once
 from ..stream_order import StreamOrder
 from ..weights.parameters import ExpertParameters
@@ -75,9 +74,9 @@ class GradientSink:
         self._direct: StreamOrder | None = None
         self._captured = CapturedMemory()
         self.overwriting = Overwriting(way, layer.name_of)
-        # Where the last backward of these weights could add directly, and the layer's layout then.
-        self._seen: dict[tuple[bool, ...], tuple[WeightLayout, Footprint]] = {}
-        self._fitting: tuple[Any, ...] = ()  # where and what the last backward could add directly
+        # Where the last backward of these weights added directly, by what it trained: its guard, and
+        # the memory.
+        self._bound: dict[tuple[bool, ...], tuple[tuple[Any, ...], Footprint | None]] = {}
         self._incomplete = ""
 
     def __reduce__(self) -> tuple[type[GradientSink], tuple[ExpertParameters, FlushMode]]:
@@ -147,7 +146,9 @@ class GradientSink:
         if is_capturing(dout):
             self.overwriting.refuse_capture()
             self._captured.keep(parameters, trained)
-        batch.stand_ins = stand_ins_for(parameters, trained)
+        # Asked at every backward of parameters that nearly never have it.
+        if any(map(hasattr, parameters, repeat("grad_added_to_main_grad"))):
+            batch.stand_ins = stand_ins_for(parameters, trained)
         return batch
 
     def check_collectable(self, parameters: Sequence[Tensor], trained: Sequence[bool]) -> None:
@@ -162,40 +163,40 @@ class GradientSink:
             )
 
     def add(self, engine: Engine, pending: PendingWgrad, batch: GradientBatch) -> None:
-        """Have the engine add the gradients of one backward, on the current stream.
+        """Have the engine add the gradients of one backward, on the current stream; the caller is
+        `alone`.
 
         Where it raises between its additions, the sums stay incomplete, because nobody can take
         back what was added.
         """
         targets = batch.targets
         anchor = targets.anchor
-        with self.alone(anchor):
-            # Two backwards may run on two streams and add into the same memory. Each waits, on the
-            # device, for the additions launched before it. Memory of this backward alone needs none
-            # of that.
-            order = self._order if batch.waits else None
-            writes = _NO_WRITES
-            if batch.is_direct:
-                order = self._direct = into_parameters(device_name(anchor))
-                writes = own_writes(batch.parameters)
+        # Two backwards may run on two streams and add into the same memory. Each waits, on the
+        # device, for the additions launched before it. Memory of this backward alone needs none
+        # of that.
+        order = self._order if batch.waits else None
+        writes = _NO_WRITES
+        if batch.is_direct:
+            order = self._direct = into_parameters(device_name(anchor))
+            writes = own_writes(batch.parameters)
+        if order is not None:
+            order.enter(anchor)
+        try:
+            with writes:
+                if batch.is_direct and batch.written:
+                    batch.prepare(engine, pending)
+                engine.backward_dw(pending, targets)
+                if batch.fresh:
+                    batch.bind()
+        except BaseException:
+            # Memory of this backward alone is dropped with it.
+            if targets.adding and (batch.is_direct or batch.waits):
+                self._give_up(batch.is_direct)
+            targets.adding = False
+            raise
+        finally:
             if order is not None:
-                order.enter(anchor)
-            try:
-                with writes:
-                    if batch.is_direct and batch.written:
-                        batch.prepare(engine, pending)
-                    engine.backward_dw(pending, targets)
-                    if batch.fresh:
-                        batch.bind()
-            except BaseException:
-                # Memory of this backward alone is dropped with it.
-                if targets.adding and (batch.is_direct or batch.waits):
-                    self._give_up(batch.is_direct)
-                targets.adding = False
-                raise
-            finally:
-                if order is not None:
-                    order.leave()
+                order.leave()
 
     def _give_up(self, is_direct: bool) -> None:
         """Gradients of a backward are lost; from now on every flush refuses, until `discard`."""
@@ -326,34 +327,29 @@ class GradientSink:
         if any(map(is_, main_grads, repeat(None))):
             about = self._layer, parameters, trained, main_grads
             fresh = memory_for_none(*about, dout.device)
-        targets, layout = self._targets_at(main_grads, trained), self._layer.layout
-        # Usually identities: the memory is known, and nothing else has changed. Weights may change
-        # their layout beside gradients that stay.
-        asked = targets.findings, engine, settings, device_name(dout), layout
-        if asked != self._fitting:
+        # Where there are two parameters one may be added to without the other, so each case is known by
+        # itself. Many parameters are looked at as one. Weights may change their layout beside
+        # gradients that stay, and a trainer may replace any of these, so every backward looks.
+        which = tuple(trained) if len(trained) == 2 else ()
+        guard = engine, settings, device_name(dout), self._layer.layout
+        bound, before = self._bound.get(which, ((), None))
+        if before is not None and bound == guard and before.is_of(main_grads):
+            targets = GradientTargets.at(before, main_grads)
+            return GradientBatch(parameters, trained, targets, is_direct=True, fresh=fresh)
+        targets = self._layer.targets(main_grads)
+        footprint = targets.footprint()
+        # New views of the same memory, or memory that was made anew there, fit as before.
+        if before is None or bound != guard or footprint.findings is not before.findings:
+            self._bound.pop(which, None)
             # Raises where nothing could be added there.
             check_main_grads(self._layer, parameters, trained, dout)
-            problem = engine.problem_of(targets, settings, layout)
-            self._fitting = asked if problem is None else ()
+            problem = engine.problem_of(targets, settings, self._layer.layout)
             if problem is not None:
                 log_once(logging.INFO, f"{_THROUGH_AUTOGRAD}: {problem}")
                 return None
             log_once(logging.INFO, "expert weight gradients are added straight into main_grad")
+        self._bound[which] = guard, footprint
         return GradientBatch(parameters, trained, targets, is_direct=True, fresh=fresh)
-
-    def _targets_at(self, main_grads: list[Any], trained: Sequence[bool]) -> GradientTargets:
-        """Targets over `main_grads`, with what is known of that memory. A trainer may have replaced any
-        of them, so every backward looks.
-        """
-        # Where there are two parameters one may be added to without the other, so each case is known by
-        # itself. Many parameters are looked at as one.
-        which, layout = tuple(trained) if len(trained) == 2 else (), self._layer.layout
-        seen = self._seen.get(which)
-        if seen is not None and seen[0] == layout and seen[1].is_of(main_grads):
-            return GradientTargets.at(seen[1], main_grads)
-        targets = self._layer.targets(main_grads)
-        self._seen[which] = layout, targets.footprint()
-        return targets
 
     def _native_zeros(self, engine: Engine, dout: Tensor) -> GradientTargets:
         kinds = engine.record.gradients

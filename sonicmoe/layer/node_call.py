@@ -20,6 +20,7 @@ from ..errors import DTypeError, ShapeError, expect
 from ..gradients.batch import GradientBatch
 from ..gradients.flush import add_to_grad
 from ..interop import (
+    IS_PADDLE,
     dtype_name,
     holds_memory,
     plain_ops,
@@ -151,7 +152,10 @@ class NodeCall(LayerCall, DifferentiableCall):
         trains, trained = any(trained), list(trained)
         # Memory first: a backward that runs out of it must not have added anything yet.
         if trains and self.wgrad_offer is None:
-            batch = state.open(engine, settings, parameters, trained, anchor_of(dout))
+            given = engine, settings, parameters, trained, anchor_of(dout)
+            batch = state.gradients.open(*given)
+            if batch.waits or IS_PADDLE:  # the others leave nothing to ask about
+                state.note_backward(batch)
         saved.wants_biases = beside is not None and beside.trains_biases
         saved.wants_weights = trains or saved.wants_biases or self.wgrad_offer is not None
         dx, dprobs, pending = engine.backward_dx(dout, saved, self._weights())

@@ -29,7 +29,7 @@ from ..weight_source import WeightSource
 from ..weights.parameters import ExpertParameters
 from ..weights.shards import GATHERED, codes_behind
 from ..weights.stacked import PassedParameters
-from ..weights.stacked_cache import read_weights
+from ..weights.stacked_cache import Kept, read_weights
 from .call import LayerCall, Named
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class PassedCall(LayerCall):
     adapters: beside the weights, in native order.
     module: whose attributes the weights are, for those who observe the call; None where unknown.
     once: the backward of this forward reads the weights anew.
+    guard, kept: as of `stacked_cache.guard_of`.
     dtypes: of w1, w2, b1 and b2, in a backward.
     """
 
@@ -80,6 +81,8 @@ class PassedCall(LayerCall):
     adapters: Adapters = NO_ADAPTERS
     module: object = None
     once: bool = False
+    guard: tuple[Any, ...] = ()
+    kept: Kept | None = None
     dtypes: Dtypes = ()
 
     def forward(
@@ -88,19 +91,23 @@ class PassedCall(LayerCall):
         """The output of tokens `[..., H]` in their shape, and what a backward needs. Quantised tokens
         are `[T, H]`, of a format that the plan's engine reads.
         """
-        rows = x if isinstance(x, BlockScaledTensor) else rows_of(x)
+        is_coded = isinstance(x, BlockScaledTensor)
+        rows = x if is_coded else rows_of(x)
         # The configuration of the call, because a graph or a thread of autograd has no other.
-        before = ACTIVE.set(self.plan.config)
+        before, kept = ACTIVE.set(self.plan.config), self.kept
         try:
             routing = self.routing(int(rows.shape[0]), probs)
-            self._read(dtype_of(x), alone=not save or is_recomputed(), once=self.once)
+            if kept is not None:
+                self.reading = kept.again(self.plan.chosen, routing.held[0])
+            if self.reading is None:
+                self._read(torch.bfloat16 if is_coded else x.dtype, save)
             out, saved = self.compute(rows, probs, routing, save)
         except Exception as error:
             raise_with_advice(error, "forward", self.plan.settings, anchor_of(rows))
             raise
         finally:
             ACTIVE.reset(before)
-        return out if isinstance(x, BlockScaledTensor) else in_shape_of(x, out), saved
+        return out if is_coded else in_shape_of(x, out), saved
 
     def routing(self, rows: int, probs: Tensor | None) -> RoutingMetadata:
         """`route`, of counts that fit the weights."""
@@ -122,7 +129,7 @@ class PassedCall(LayerCall):
         self.dtypes, before = dtypes, ACTIVE.set(self.plan.config)
         try:
             if self.reading is None:
-                self._read(dtype_of(saved.x), backward=True)
+                self._read(dtype_of(saved.x), save=False, backward=True)
             else:
                 self.reading.check_current()
             return self.differentiate(dout, saved, trained)
@@ -132,11 +139,17 @@ class PassedCall(LayerCall):
         finally:
             ACTIVE.reset(before)
 
-    def _read(self, dtype: torch.dtype, **when: bool) -> None:
+    def _read(self, dtype: torch.dtype, save: bool, backward: bool = False) -> None:
         plan, weights = self.plan, self.weights
         assert weights is not None
-        engine = plan.chosen
-        self.reading = read_weights(engine, weights, plan.settings, plan.layout, dtype, **when)
+        self.reading = read_weights(
+            *(plan.chosen, weights, plan.settings, plan.layout, dtype),
+            alone=not backward and (not save or is_recomputed()),
+            once=self.once and not backward,
+            backward=backward,
+            guard=self.guard,
+            plan=plan,
+        )
 
     def _weights(self) -> EngineWeights:
         assert self.reading is not None

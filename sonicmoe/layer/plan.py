@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..config import SonicMoEConfig, active_config
+from ..config import ResolvedConfig, SonicMoEConfig, active_config
 from ..engine.interface import Engine, EngineSettings
 from ..engine.select import EngineChoice, announce, choose_engine, ready_engine
 from ..engine.settings import TokenFormat, Workload
@@ -199,6 +199,7 @@ def make_plan(
 
 
 def plan_for(
+    resolved: ResolvedConfig,
     x: Tensor,
     weights: StackedWeights,
     low_rank: bool,
@@ -207,20 +208,17 @@ def plan_for(
     use_fp8: bool | None,
     *of_layer: Any,
 ) -> Plan:
-    """`make_plan`, fitted to a call. It is kept for calls of the same kind, because every call of a
-    layer asks.
+    """`make_plan`, fitted to a call. It is kept for calls of the same kind, because every call of
+    weights of which nothing is kept asks. resolved: the configuration in force.
     """
-    if use_fp8 is not None and type(use_fp8) is not bool:  # 1 equals True, and finds its plan
-        check_use_fp8(use_fp8)
-    resolved = active_config().resolve()
     asked = id(resolved), activation, layout, use_fp8, of_layer
     kind = x.device, x.dtype, x.shape[-1], weights[1].shape, weights[2] is None, low_rank
 
-    def plan() -> tuple[Plan, Kind]:
-        made = make_plan(activation, layout, use_fp8, *of_layer)
-        return made, made.kind_of(x, weights, low_rank)
-
-    return _fitted((asked, kind), resolved, plan)
+    found = _fits.get((asked, kind))
+    if found is not None:
+        return found[1]
+    plan = make_plan(activation, layout, use_fp8, *of_layer)
+    return _fitted((asked, kind), resolved, lambda: (plan, plan.kind_of(x, weights, low_rank)))
 
 
 def _fitted(asked: Any, holds: object, plan: Callable[[], tuple[Plan, Kind]]) -> Plan:

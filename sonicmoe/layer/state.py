@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..engine.interface import Engine, EngineSettings
 from ..enums import FlushMode, member_of
 from ..errors import ConfigError, expect
 from ..gradients.batch import GradientBatch, has_main_grad
 from ..gradients.sink import GradientSink
-from ..interop import IS_PADDLE, grad_enabled, requires_grad
+from ..interop import grad_enabled, requires_grad
 from ..log import log_once
 from ..observe import NODE
 from ..refusals import need_type
@@ -59,22 +58,12 @@ class LayerState:
         self.face = NODE
         self.questions = Questions()
 
-    def open(
-        self,
-        engine: Engine,
-        settings: EngineSettings,
-        parameters: Sequence[Tensor],
-        trained: list[bool],
-        dout: Tensor,
-    ) -> GradientBatch:
-        """See `GradientSink.open`."""
+    def note_backward(self, batch: GradientBatch) -> None:
+        """One begins, whose gradients wait, or whose traces Paddle does not show."""
         waiting = self.gradients.waiting
         if waiting == 1:
             change_watchers.add(self)
-        batch = self.gradients.open(engine, settings, parameters, trained, dout)
-        if waiting or IS_PADDLE:  # the others leave nothing to ask about
-            self.questions.at_backward(batch, waiting)
-        return batch
+        self.questions.at_backward(batch, waiting)
 
     def of_busy(
         self,

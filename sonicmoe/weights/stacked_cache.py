@@ -5,7 +5,7 @@ A view is a new tensor object at every call. So what is kept belongs to the memo
 that the view was made of. It is stored under the view's geometry, and remembers in which memory all
 of the weights were:
 
-    memory of w1 (weak) ──► _Beside ──► geometry of w1 ──► _Kept(place, memory, PreparedWeights)
+    memory of w1 (weak) ──► _Beside ──► geometry of w1 ──► Kept(place, memory, PreparedWeights)
 
 Nothing here holds the user's weights. A model that moves or frees them gets its memory back at
 once, and the engine weights go with the parameter.
@@ -24,7 +24,7 @@ import torch
 from ..engine.interface import Engine, EngineWeights
 from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
-from ..interop import IS_PADDLE
+from ..interop import IS_PADDLE, is_capturing
 from ..layouts import Codes, GateUp, StackedWeights, WeightLayout, flat_weights
 from ..weight_source import WeightSource
 from .cache import PreparedWeights, Reading
@@ -47,19 +47,30 @@ Tensor = torch.Tensor
 Weights = StackedWeights
 
 
-@dataclass(frozen=True, eq=False)
-class _Kept:
+@dataclass(eq=False)
+class Kept:
     """What was prepared, the place of the weights that it was made of, and weak references to their
     memory. Once freed, that memory may return under the same address with other values.
+
+    bound: the guard of the last call that found all settled, the plan that it ran by, and the engine
+        weights that it read; empty before such a call.
     """
 
     place: tuple[Any, ...]
     prepared: PreparedWeights
     memory: tuple[StorageWeakRef, ...]
+    bound: tuple[Any, ...] = ()
 
     def is_dead(self) -> bool:
         """Whether memory of the weights was freed."""
         return any(map(StorageWeakRef.expired, self.memory))
+
+    def again(self, engine: Engine, w1: Tensor) -> Reading | None:
+        """The engine weights for another forward under the same guard; None where they must be read."""
+        _, _, weights = self.bound
+        if not self.prepared.again(engine, w1):
+            return None
+        return Reading(weights, self.prepared, self.prepared.writes)
 
 
 class _Beside:
@@ -72,12 +83,12 @@ class _Beside:
 
     def __init__(self, owner: Tensor | torch.UntypedStorage) -> None:
         """Forgotten with `owner`, of `_owner`."""
-        self.entries: dict[tuple[Any, ...], _Kept] = {}
+        self.entries: dict[tuple[Any, ...], Kept] = {}
         self.captured: set[EngineWeights] = set()
         key = id(owner)
         self._owner = WeakIdRef(owner, lambda _: _beside.pop(key, None))
 
-    def keep(self, geometry: tuple[Any, ...], kept: _Kept, room: int) -> None:
+    def keep(self, geometry: tuple[Any, ...], kept: Kept, room: int) -> None:
         """`room`: how many such views fit side by side into the memory."""
         # Removed first, because a dict keeps the position of a key that it has.
         self.entries.pop(geometry, None)
@@ -92,6 +103,25 @@ class _Beside:
 _beside: dict[int, _Beside] = {}
 
 
+def guard_of(flat: Sequence[Any], asked: tuple[Any, ...]) -> tuple[tuple[Any, ...], Kept | None]:
+    """The guard of a call: all that its plan and its engine weights depend on. Where the last call on
+    this memory had the same one, what it bound too. An empty guard: nothing of these weights is kept.
+
+    flat: see `flat_weights`. asked: what decides the plan, beside the weights.
+    """
+    w1 = flat[0]
+    beside = _beside.get(id(_owner(w1))) if _beside else None
+    if beside is None or GATHERED or (_FSDP in sys.modules and _any_module_is_sharded()):
+        return (), None
+    present, places = _places(flat)
+    kept = beside.entries.get(places[0][1:])
+    if kept is None:
+        return (), None
+    guard = asked, places, traces_of(present), is_capturing(w1)
+    is_same = bool(kept.bound) and kept.bound[0] == guard and not kept.is_dead()
+    return guard, kept if is_same else None
+
+
 def read_weights(
     engine: Engine,
     weights: Weights,
@@ -101,10 +131,13 @@ def read_weights(
     alone: bool = False,
     once: bool = False,
     backward: bool = False,
+    guard: tuple[Any, ...] = (),
+    plan: object = None,
 ) -> Reading:
     """Weights `(w1, w2, b1, b2)` as `engine` reads them, for one forward; alone: as of
     `PreparedWeights.read`; once: the backward of this forward reads them anew; backward: this is
-    that one. Of weights whose codes FSDP2 gathered nothing is made.
+    that one. guard: as of `guard_of`, for later calls, which find the plan under it. Of weights whose
+    codes FSDP2 gathered nothing is made.
 
     Without a recipe the weights are cast to `dtype`, that of the tokens, because autocast leaves
     parameters in fp32.
@@ -155,9 +188,11 @@ def read_weights(
     beside = beside or _beside.setdefault(id(owner), _Beside(owner))
     if prepared.captures:
         beside.captured.add(reading.weights)
-    if not is_ours:
+    if kept is None or not is_ours:
         room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
-        beside.keep(geometry, _Kept(place, prepared, _memory(present)), room)
+        kept = Kept(place, prepared, _memory(present))
+        beside.keep(geometry, kept, room)
+    kept.bound = (guard, plan, reading.weights) if guard and prepared.is_settled else ()
     return reading
 
 

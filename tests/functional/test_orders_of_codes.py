@@ -16,7 +16,7 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
-from sonicmoe.layer import plan
+from sonicmoe.layer import bound, plan
 from sonicmoe.layouts import NATIVE
 from sonicmoe.weights import cache, stacked_cache
 from sonicmoe.weights.stacked_cache import _beside, _owner
@@ -126,7 +126,8 @@ def test_a_graph_adds_no_order_and_has_codes_of_its_own(face, ours, monkeypatch)
     """Else its replay would hide a write from those who read both orders."""
     layer = Layer(face)
     with monkeypatch.context() as capture, torch.no_grad():
-        capture.setattr(cache, "is_capturing", lambda _: True)
+        for module in (cache, stacked_cache, bound):
+            capture.setattr(module, "is_capturing", lambda _: True)
         layer(layer.x)
         with torch.enable_grad():
             layer(layer.x)

@@ -33,7 +33,7 @@ from sonicmoe.layer.plan import Plan
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES, iso
 from sonicmoe.quant.reference import dequantize, quantize
-from sonicmoe.weights import cache
+from sonicmoe.weights import cache, stacked_cache
 from sonicmoe.weights.stacked_cache import _beside, _owner, read_weights
 
 SETTINGS = EngineSettings(recipe=RECIPES["dx256"])
@@ -324,10 +324,12 @@ class TestWhoseTheyAre:
         its buffers.
         """
         moe = make_layer()
-        whole_layer(moe, x)
+        for _ in range(3):
+            whole_layer(moe, x)
         codes = kept_codes(moe)
         with monkeypatch.context() as capture:
-            capture.setattr(cache, "is_capturing", lambda _: True)
+            for module_ in (cache, stacked_cache):
+                capture.setattr(module_, "is_capturing", lambda _: True)
             whole_layer(moe, x)
         with SonicMoEConfig(fp8_mode="perf", save_z="e4m3").activate():
             moe(x)
