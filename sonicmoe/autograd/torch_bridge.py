@@ -28,7 +28,15 @@ class _CallFunction(torch.autograd.Function):
         """
         try:
             outputs, saved = call.forward(tensors[:num_inputs], save=True)
-            _save(ctx, call, num_inputs, saved)
+            ctx.call, ctx.num_inputs, ctx.spec = call, num_inputs, None
+            if saved is not None:
+                # Taken out before `pack`, so that the context holds the only reference to z.
+                ctx.own_z = saved.take_z() if call.releases_saved else None
+                # Remembered apart, because `own_z` is None again after the first backward, and a
+                # second one must be told why it fails.
+                ctx.has_own_z = ctx.own_z is not None
+                kept, ctx.spec = saved.pack()
+                ctx.save_for_backward(*kept)
         except Exception as error:
             call.explain(error, "forward")
             raise
@@ -62,19 +70,6 @@ class _CallFunction(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2 : 2 + ctx.num_inputs]
         kept = [g if want else None for g, want in zip(of_inputs, wanted, strict=True)]
         return (None, None, *kept, *(of_parameters if ctx.call.attaches_parameters else ()))
-
-
-def _save(ctx: Any, call: DifferentiableCall, num_inputs: int, saved: Saved | None) -> None:
-    ctx.call, ctx.num_inputs, ctx.spec = call, num_inputs, None
-    if saved is None:
-        return
-    # Taken out before `pack`, so that the context holds the only reference to z.
-    ctx.own_z = saved.take_z() if call.releases_saved else None
-    # Remembered apart, because `own_z` is None again after the first backward, and a second one
-    # must be told why it fails.
-    ctx.has_own_z = ctx.own_z is not None
-    kept, ctx.spec = saved.pack()
-    ctx.save_for_backward(*kept)
 
 
 def _take_saved(ctx: Any) -> Saved | None:

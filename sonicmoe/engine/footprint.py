@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -39,11 +40,11 @@ def findings_of(arrangement: Hashable, tensors: Sequence[Tensor | None]) -> Find
     """What is known of the memory of these tensors, of which some may be None. arrangement: what else
     decides where a gradient is added.
     """
-    present = _present(tensors)
+    absent, present = tuple(map(is_, tensors, repeat(None))), _present(tensors)
     # Paddle's shapes and strides are lists. A device shows in the address.
     lies = *map(_ADDRESS, present), *map(tuple, map(_STRIDES, present))
     kinds = *map(tuple, map(_SHAPE, present)), *map(_DTYPE, present)
-    key = arrangement, tuple(tensor is None for tensor in tensors), lies, kinds
+    key = arrangement, absent, lies, kinds
     if key not in _known and len(_known) >= MAX_KNOWN:
         _known.clear()
     return _known.setdefault(key, Findings())
@@ -85,4 +86,4 @@ class Footprint:
 
 
 def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
+    return list(compress(tensors, map(is_not, tensors, repeat(None))))  # type: ignore[arg-type]

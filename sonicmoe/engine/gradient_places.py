@@ -7,7 +7,7 @@ Legend: E experts, M rows and N columns of a native matrix.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -73,11 +73,6 @@ class GradientPlaces:
         if tensor is not None:  # as nearly always
             return tensor
         return next((tensor for tensor in self.tensors if tensor is not None), None)
-
-    @property
-    def arrangement(self) -> Hashable:
-        """How the tensors belong together: with their places, it says where gradients are added."""
-        return self.layout, self.num_experts, self.is_stacked
 
     @property
     def is_apart(self) -> bool:

@@ -154,8 +154,13 @@ class GradientTargets:
 
     def _memory(self) -> tuple[Hashable, list[Tensor | None]]:
         """What decides where gradients are added: arrangements, and the tensors of both projections."""
-        arrangement = self.up.arrangement, self.down.arrangement
-        return arrangement, [*self.up.tensors, *self.down.tensors]
+        up, down = self.up, self.down
+        # Written out, because every backward into fresh memory asks.
+        arrangement = (
+            (up.layout, up.num_experts, up.is_stacked),
+            (down.layout, down.num_experts, down.is_stacked),
+        )
+        return arrangement, [*up.tensors, *down.tensors]
 
     def once(self, key: Hashable, find: Callable[[], Value]) -> Value:
         """What `find` returns, which depends on where the memory lies and on `key` alone, and holds no
@@ -196,7 +201,7 @@ class GradientTargets:
 
     def wants(self, name: str) -> bool:
         """Whether anybody wants dw1, or dw2; what nobody wants need not be computed."""
-        return self._weight(name).first is not None
+        return (self.up if name == "dw1" else self.down).first is not None
 
     def arranged(self, name: str, gradient: Tensor) -> Tensor:
         """A native gradient of one expert, or of all, in the layout that `add` takes. Memory that this

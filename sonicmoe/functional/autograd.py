@@ -89,8 +89,15 @@ def expert_mlp(
     resolved = active_config().resolve()
     guard, kept = guard_of(flat, (resolved, of_layer, not is_alone, x.device, x.dtype, x.shape[-1]))
     plan = kept.bound[1] if kept else plan_for(resolved, x, weights, not is_alone, *of_layer)
-    own = {"guard": guard, "kept": kept, "module": module}
-    call = PassedCall(plan=plan, routes=indices, weights=weights, adapters=adapters, **own)
+    call = PassedCall(
+        plan=plan,
+        routes=indices,
+        weights=weights,
+        adapters=adapters,
+        module=module,
+        guard=guard,
+        kept=kept,
+    )
     return _run(call, x, probs, flat, save)
 
 
@@ -117,8 +124,9 @@ def planned_mlp(
         return expert_operator(x, routes, probs, weights, number, save)
     guard, kept = guard_of(flat, (plan, x.device, x.dtype, x.shape[-1]))
     plan = kept.bound[1] if kept else plan.fitted_to(x, weights)
-    own = {"guard": guard, "kept": kept, "module": module}
-    call = PassedCall(plan=plan, routes=routes, weights=weights, **own)
+    call = PassedCall(
+        plan=plan, routes=routes, weights=weights, module=module, guard=guard, kept=kept
+    )
     return _run(call, x, probs, flat, save)
 
 

@@ -206,13 +206,14 @@ def fresh_targets(
             stacks = (empty((experts, *p.shape), p.dtype, device) for p in ends)
             up, down = (GradientPlaces.stacked(each, experts, layer.layout) for each in stacks)
             return GradientTargets(up, down, GradientMode.FRESH)
-    now = [False if late and trained[0] and index == 1 else w for index, w in enumerate(trained)]
+    # Made later: the second of two stacked weights, where the first is made now.
+    put_off = 1 if late and trained[0] else -1
     memory = [
-        empty(tuple(p.shape), p.dtype, device) if wanted else None
-        for p, wanted in zip(parameters, now, strict=True)
+        empty(tuple(p.shape), p.dtype, device) if wanted and index != put_off else None
+        for index, (p, wanted) in enumerate(zip(parameters, trained, strict=True))
     ]
     targets = layer.targets(memory, GradientMode.FRESH)
-    if now != list(trained):
-        second = [index == 1 for index in range(len(trained))]
+    if put_off > 0 and trained[put_off]:
+        second = [index == put_off for index in range(len(trained))]
         targets.make_down = lambda: fresh_targets(layer, parameters, second, dout).down
     return targets

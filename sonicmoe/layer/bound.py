@@ -15,9 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..config import ResolvedConfig
 from ..engine.interface import Engine, EngineWeights
 from ..engine.settings import EngineSettings
-from ..interop import IS_PADDLE, device_of, grad_enabled, is_capturing, is_cuda, is_recomputed
+from ..interop import (
+    IS_PADDLE,
+    data_ptr,
+    device_of,
+    grad_enabled,
+    is_capturing,
+    is_cuda,
+    is_recomputed,
+)
 from ..out_of_memory import raise_with_advice
 from ..weights.cache import LookedAtAgain, PreparedWeights, Reading
 from ..weights.changes import announce_change, change_watchers, traces_of
@@ -62,6 +71,7 @@ class BoundLayer:
     def bind(
         self,
         own: OwnPlan,
+        resolved: ResolvedConfig,
         x: Tensor,
         kind: tuple[Any, ...],
         parameters: Sequence[Tensor],
@@ -71,6 +81,7 @@ class BoundLayer:
 
         Args:
             own: of the node that is called; the nodes of one layer share its weights.
+            resolved: the configuration in force for it.
             x, kind: as of `OwnPlan.fitted`.
             parameters: read from the layer a moment ago.
             copies: as of `read`.
@@ -82,10 +93,12 @@ class BoundLayer:
             check_memory(parameters)
         guard = (
             own,
-            own.in_scope().resolve(),
+            resolved,
             device_of(x),
             kind,
-            self._parameters.place(parameters),
+            self._parameters.layout,
+            [*map(data_ptr, parameters)],
+            parameters[0].dtype,
             traces_of(parameters),
             self._announced,
             grad_enabled(),

@@ -14,8 +14,9 @@ import torch
 
 from ..autograd import DifferentiableCall
 from ..borrowed import Borrowed
-from ..config import ACTIVE
+from ..config import ACTIVE, ResolvedConfig
 from ..engine.interface import EngineWeights, Saved, Tokens
+from ..engine.settings import TokenFormat
 from ..errors import DTypeError, ShapeError, expect
 from ..gradients.batch import GradientBatch
 from ..gradients.flush import add_to_grad
@@ -208,22 +209,28 @@ class NodeCall(LayerCall, DifferentiableCall):
 
 
 def call_on(
-    inputs: tuple[Tensor, ...], arrived: Arrivals, state: LayerState, own: OwnPlan
+    inputs: tuple[Tensor, ...],
+    arrived: Arrivals,
+    state: LayerState,
+    own: OwnPlan,
+    resolved: ResolvedConfig,
 ) -> NodeCall:
     """One forward of these inputs with everything that it and its backward need; inside the scope
-    of the plan.
+    of the plan, whose configuration is `resolved`.
     """
-    kinds, beside, num_inputs = (arrived.biases is not None, arrived.adapters is not None), None, 2
-    if len(inputs) != 2:
-        if True in kinds:
+    beside, num_inputs, x = None, 2, inputs[0]
+    kind: Any = x.dtype, TokenFormat.PLAIN, False, False
+    if len(inputs) != 2:  # else plain tokens and probabilities
+        has_biases, has_adapters = arrived.biases is not None, arrived.adapters is not None
+        if has_biases or has_adapters:
             beside = Beside(arrived.biases, arrived.adapters, state.parameters)
         num_inputs = len(inputs) - (0 if beside is None else len(beside.inputs))
-    x = tokens_among(inputs[:num_inputs])
+        x = tokens_among(inputs[:num_inputs])
+        kind = *arrived.form(x), has_biases, has_adapters
     # Read once per call: modules may replace their weights between calls, and the list is at once
     # the input of autograd, the source of the engine weights and the destination of the gradients.
     parameters = state.parameters.parameters()
-    kind = *arrived.form(x), *kinds
-    plan, reading = state.bound.bind(own, x, kind, parameters, arrived.copies)
+    plan, reading = state.bound.bind(own, resolved, x, kind, parameters, arrived.copies)
     offer = None
     if state.offers is not None:
         runs_without = arrived.is_stepped or any(map(requires_grad, inputs))

@@ -91,8 +91,8 @@ class PassedCall(LayerCall):
         """The output of tokens `[..., H]` in their shape, and what a backward needs. Quantised tokens
         are `[T, H]`, of a format that the plan's engine reads.
         """
-        is_coded = isinstance(x, BlockScaledTensor)
-        rows = x if is_coded else rows_of(x)
+        plain = None if isinstance(x, BlockScaledTensor) else x
+        rows = x if plain is None else rows_of(plain)
         # The configuration of the call, because a graph or a thread of autograd has no other.
         before, kept = ACTIVE.set(self.plan.config), self.kept
         try:
@@ -100,14 +100,14 @@ class PassedCall(LayerCall):
             if kept is not None:
                 self.reading = kept.again(self.plan.chosen, routing.held[0])
             if self.reading is None:
-                self._read(torch.bfloat16 if is_coded else x.dtype, save)
+                self._read(dtype_of(x), save)
             out, saved = self.compute(rows, probs, routing, save)
         except Exception as error:
             raise_with_advice(error, "forward", self.plan.settings, anchor_of(rows))
             raise
         finally:
             ACTIVE.reset(before)
-        return out if is_coded else in_shape_of(x, out), saved
+        return out if plain is None else in_shape_of(plain, out), saved
 
     def routing(self, rows: int, probs: Tensor | None) -> RoutingMetadata:
         """`route`, of counts that fit the weights."""

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from .. import autograd
-from ..config import ACTIVE, SonicMoEConfig, warn_unknown_flags
+from ..config import ACTIVE, SonicMoEConfig, active_config, warn_unknown_flags
 from ..engine.expert_matrices import may_stay_apart
 from ..engine.low_rank import Adapters
 from ..enums import (
@@ -300,9 +300,10 @@ class SonicMoEMlpNode(NodeUpkeep):
     def _run(self, x: Tensor, arrived: Arrivals) -> Tensor:
         inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
         autograd.refuse_transforms(inputs)
-        before = ACTIVE.set(self._plan.in_scope())
+        config = self._plan.config or active_config()
+        before = ACTIVE.set(config)
         try:
-            call = call_on(inputs, arrived, self._state, self._plan)
+            call = call_on(inputs, arrived, self._state, self._plan, config.resolve())
             # Outside autograd nothing is saved for a backward that cannot come.
             wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
             if wanted and grad_enabled():
@@ -333,10 +334,10 @@ class SonicMoEMlpNode(NodeUpkeep):
         routed = tokens_per_expert, dispatched_indices, probs
         arrived = Arrivals(*routed, x_scale, None, dout_source, copies, is_stepped=True)
         # Weights are read as for training, also where the schedule has switched gradients off.
-        with self._plan.scope():
+        with self._plan.scope() as config:
             with torch.enable_grad():
                 inputs = arrived.inputs(tokens, self.n_experts, self.hidden_size)
-                call = call_on(inputs, arrived, self._state, self._plan)
+                call = call_on(inputs, arrived, self._state, self._plan, config.resolve())
             out, saved = call.run(inputs, save=True)
         assert saved is not None
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}

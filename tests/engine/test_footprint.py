@@ -160,4 +160,5 @@ class TestTargets:
         again = GradientTargets.at(targets.footprint(), [*ups, *downs])
         assert again.findings is targets.findings and again.mode is targets.mode
         for one, other in ((again.up, targets.up), (again.down, targets.down)):
-            assert one.places(True) == other.places(True) and one.arrangement == other.arrangement
+            assert one.places(True) == other.places(True) and one.layout == other.layout
+            assert (one.num_experts, one.is_stacked) == (other.num_experts, other.is_stacked)
