@@ -18,7 +18,6 @@ Promises:
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -29,7 +28,7 @@ from ..config import ResolvedConfig, current_config
 from ..log import first_time, logger
 from .carried import carried
 from .errors import ArtefactLoadError, CacheUnwritableError, CompileForbiddenError, ToolchainError
-from .files import DamagedFileError, StoreFiles
+from .files import DamagedFileError
 from .guard import check_compile_allowed
 from .key import CompileKey
 from .lock import may_say
@@ -53,36 +52,22 @@ class CompileCache:
         local_root: Path,
         *,
         lock_timeout_s: float = 600.0,
-        visibility_timeout_s: float = 10.0,
-        files: StoreFiles | None = None,
-        host: str = "",
         trusted: bool = False,
     ) -> None:
-        """A cache; creates no directory yet. Arguments as for `ArtefactStore`.
+        """A cache; creates no directory yet.
 
         Args:
+            lock_timeout_s: longest wait for another builder of the same key, seconds.
             trusted: use `root` whoever can write there.
         """
-        host = host or socket.gethostname()
-
-        def store(path: Path, trust: Trust) -> ArtefactStore:
-            return ArtefactStore(
-                path,
-                lock_timeout_s=lock_timeout_s,
-                visibility_timeout_s=visibility_timeout_s,
-                files=files,
-                host=host,
-                trust=trust,
-            )
-
         self.root, self.local_root = Path(root), Path(local_root)
         self.lock_timeout_s = lock_timeout_s
         self._trusted = trusted
         # The operator chose the shared directory, so its owner and group may be others. The local
         # one usually lies in a temporary directory where every user may write, and belongs to this
         # user alone.
-        self._shared = store(self.root, shared_trust(trusted))
-        self._local = store(self.local_root, Trust.OWNER)
+        self._shared = ArtefactStore(self.root, shared_trust(trusted), lock_timeout_s)
+        self._local = ArtefactStore(self.local_root, Trust.OWNER, lock_timeout_s)
         # Loaded kernels live as long as the cache, which for `default_cache` is the life of the
         # process. Nothing is unloaded: captured graphs and saved functions may hold on to it.
         self._loaded: dict[tuple[Any, ...], Any] = {}

@@ -1,5 +1,4 @@
-"""The file system operations of the artefact store, in one class so that tests can make them fail
-or lag.
+"""The file system operations of the artefact store.
 
 Every operation checks the directory first, as `Place` prescribes. It follows no link, does not wait
 at a FIFO, and reads regular files only.
@@ -69,138 +68,136 @@ def is_storage_problem(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _STORAGE
 
 
-class StoreFiles:
-    """Plain local operations. Subclass it to inject faults."""
+def names(folder: Place) -> list[str]:
+    """Sorted names in a directory; [] if it does not exist.
 
-    def make_dir(self, folder: Place) -> None:
-        """Create a directory and its parents; an existing one is fine."""
-        folder.checked(make=True)
+    It lists the directory instead of asking for one name, because an NFS client caches that a
+    name is absent and answers `stat` from that cache for seconds after another host's rename.
+    """
+    try:
+        return sorted(os.listdir(folder.checked()))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
-    def names(self, folder: Place) -> list[str]:
-        """Sorted names in a directory; [] if it does not exist.
 
-        It lists the directory instead of asking for one name, because an NFS client caches that a
-        name is absent and answers `stat` from that cache for seconds after another host's rename.
-        """
-        try:
-            return sorted(os.listdir(folder.checked()))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+def publish(source: Place, target: Place) -> None:
+    """Make a complete directory appear under its final name in one step. OSError where a
+    non-empty target exists, or the file system refuses.
+    """
+    old, new = source.parent.checked(), target.parent.checked()
+    os.rename(old / source.name, new / target.name)  # atomic; refuses what is not empty
+    sync_dir(new)
 
-    def publish(self, source: Place, target: Place) -> None:
-        """Make a complete directory appear under its final name in one step. OSError where a
-        non-empty target exists, or the file system refuses.
-        """
-        old, new = source.parent.checked(), target.parent.checked()
-        os.rename(old / source.name, new / target.name)  # atomic; refuses what is not empty
-        _sync_dir(new)
 
-    def sync_tree(self, folder: Place) -> dict[str, FileFacts]:
-        """Flush every file of a tree, so that a power cut cannot publish a hole, and give files and
-        directories the modes of the cache. Returns size and checksum of each file by its name.
-        DamagedFileError where an entry is neither a regular file nor a directory.
-        """
-        found, top = {}, folder.checked()
-        mode = inherited_mode(os.stat(top), FILE_BITS)
-        for path in _files_below(top):
-            with _opened_file(path) as handle:
-                set_mode(handle.fileno(), mode)
-                os.fsync(handle.fileno())
-                found[str(path.relative_to(top))] = _facts_of(handle)
-        return found
+def sync_tree(folder: Place) -> dict[str, FileFacts]:
+    """Flush every file of a tree, so that a power cut cannot publish a hole, and give files and
+    directories the modes of the cache. Returns size and checksum of each file by its name.
+    DamagedFileError where an entry is neither a regular file nor a directory.
+    """
+    found, top = {}, folder.checked()
+    mode = inherited_mode(os.stat(top), FILE_BITS)
+    for path in _files_below(top):
+        with _opened_file(path) as handle:
+            set_mode(handle.fileno(), mode)
+            os.fsync(handle.fileno())
+            found[str(path.relative_to(top))] = _facts_of(handle)
+    return found
 
-    def sync_dir(self, folder: Place) -> None:
-        """Flush a directory's entries where the file system can."""
-        _sync_dir(folder.checked())
 
-    def reading(self, folder: Place, name: str) -> BufferedReader:
-        """A regular file below `folder`, open; `name` may have several components.
-        DamagedFileError where it is absent or no regular file, or the name leads elsewhere; OSError
-        where the file system does not answer, or somebody else could have written it.
-        """
-        if not is_plain(name):
-            raise DamagedFileError("is not a name inside the artefact")
-        *above, last = name.split("/")
-        for part in above:
-            folder = folder / part
-        try:
-            path = folder.checked() / last
-            handle = _opened_file(path)
-        except FileNotFoundError:
-            raise DamagedFileError("is missing") from None
-        except NotADirectoryError:
-            raise DamagedFileError("is not in a directory") from None
-        try:
-            folder.judge_file(os.fstat(handle.fileno()), last, os.stat(path.parent))
-        except BaseException:
-            handle.close()
-            raise
-        return handle
+def reading(folder: Place, name: str) -> BufferedReader:
+    """A regular file below `folder`, open; `name` may have several components.
+    DamagedFileError where it is absent or no regular file, or the name leads elsewhere; OSError
+    where the file system does not answer, or somebody else could have written it.
+    """
+    if not is_plain(name):
+        raise DamagedFileError("is not a name inside the artefact")
+    *above, last = name.split("/")
+    for part in above:
+        folder = folder / part
+    try:
+        path = folder.checked() / last
+        handle = _opened_file(path)
+    except FileNotFoundError:
+        raise DamagedFileError("is missing") from None
+    except NotADirectoryError:
+        raise DamagedFileError("is not in a directory") from None
+    try:
+        folder.judge_file(os.fstat(handle.fileno()), last, os.stat(path.parent))
+    except BaseException:
+        handle.close()
+        raise
+    return handle
 
-    def check(self, folder: Place, name: str, wanted: FileFacts) -> None:
-        """Compare a file with what a manifest says of it. Errors as `reading`.
 
-        Size first and checksum second: a truncated file, the usual damage, is found without reading
-        it.
-        """
-        with self.reading(folder, name) as handle:
-            size = os.fstat(handle.fileno()).st_size
-            if size != wanted.size:
-                raise DamagedFileError(f"has {size} bytes instead of {wanted.size}")
-            if hashlib.file_digest(handle, "sha256").hexdigest() != wanted.sha256:
-                raise DamagedFileError("does not match its checksum")
+def check(folder: Place, name: str, wanted: FileFacts) -> None:
+    """Compare a file with what a manifest says of it. Errors as `reading`.
 
-    def write_text(self, file: Place, text: str) -> None:
-        """Write and flush a small file, which appears complete under its name. Whatever had the
-        name before, also a link, is replaced and not written through.
-        """
-        folder = file.parent.checked()
-        partial = folder / f".{file.name}.{secrets.token_hex(4)}"
-        try:
-            _write_new(partial, text.encode())
-            os.replace(partial, folder / file.name)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(partial)
-            raise
+    Size first and checksum second: a truncated file, the usual damage, is found without reading
+    it.
+    """
+    with reading(folder, name) as handle:
+        size = os.fstat(handle.fileno()).st_size
+        if size != wanted.size:
+            raise DamagedFileError(f"has {size} bytes instead of {wanted.size}")
+        if hashlib.file_digest(handle, "sha256").hexdigest() != wanted.sha256:
+            raise DamagedFileError("does not match its checksum")
 
-    def read_text(self, folder: Place, name: str) -> str:
-        """The text of a small file. Errors as `reading`."""
-        with self.reading(folder, name) as handle:
-            content = handle.read(_MOST_TEXT_BYTES + 1)
-        if len(content) > _MOST_TEXT_BYTES:
-            raise DamagedFileError(f"has more than {_MOST_TEXT_BYTES} bytes")
-        try:
-            return content.decode()
-        except UnicodeDecodeError:
-            raise DamagedFileError("is not UTF-8 text") from None
 
-    def read_json(self, file: Place) -> Any:
-        """The parsed content, or None if it is absent, unreadable or none."""
-        try:
-            return parse_json(self.read_text(file.parent, file.name))
-        except (OSError, DamagedFileError):
-            return None
-
-    def remove_tree(self, folder: Place) -> None:
-        """Delete a tree as far as possible; what cannot be deleted stays."""
+def write_text(file: Place, text: str) -> None:
+    """Write and flush a small file, which appears complete under its name. Whatever had the
+    name before, also a link, is replaced and not written through.
+    """
+    folder = file.parent.checked()
+    partial = folder / f".{file.name}.{secrets.token_hex(4)}"
+    try:
+        _write_new(partial, text.encode())
+        os.replace(partial, folder / file.name)
+    except BaseException:
         with suppress(OSError):
-            shutil.rmtree(folder.parent.checked() / folder.name, ignore_errors=True)
+            os.unlink(partial)
+        raise
 
-    def probe(self, folder: Place) -> None:
-        """Raise the OSError that a compile into `folder` would meet, if any."""
-        path = folder.checked()
-        room = os.statvfs(path)
-        # Some network file systems do not count and report no blocks at all.
-        if room.f_blocks and room.f_bavail * room.f_frsize < _LEAST_FREE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        # A quota does not show in the free space. The size is larger than a block and a typical
-        # inline file, so a full file system cannot hide in metadata, and the flush forces delayed
-        # allocation to happen now.
-        trial = path / f".probe-{secrets.token_hex(8)}"
-        with os.fdopen(os.open(trial, _NEW, 0o600), "wb") as handle:
-            os.unlink(trial)  # first, so that a kill leaves nothing behind
-            _write(handle, b"\0" * _PROBE_BYTES)
+
+def read_text(folder: Place, name: str) -> str:
+    """The text of a small file. Errors as `reading`."""
+    with reading(folder, name) as handle:
+        content = handle.read(_MOST_TEXT_BYTES + 1)
+    if len(content) > _MOST_TEXT_BYTES:
+        raise DamagedFileError(f"has more than {_MOST_TEXT_BYTES} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise DamagedFileError("is not UTF-8 text") from None
+
+
+def read_json(file: Place) -> Any:
+    """The parsed content, or None if it is absent, unreadable or none."""
+    try:
+        return parse_json(read_text(file.parent, file.name))
+    except (OSError, DamagedFileError):
+        return None
+
+
+def remove_tree(folder: Place) -> None:
+    """Delete a tree as far as possible; what cannot be deleted stays."""
+    with suppress(OSError):
+        shutil.rmtree(folder.parent.checked() / folder.name, ignore_errors=True)
+
+
+def probe(folder: Place) -> None:
+    """Raise the OSError that a compile into `folder` would meet, if any."""
+    path = folder.checked()
+    room = os.statvfs(path)
+    # Some network file systems do not count and report no blocks at all.
+    if room.f_blocks and room.f_bavail * room.f_frsize < _LEAST_FREE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    # A quota does not show in the free space. The size is larger than a block and a typical
+    # inline file, so a full file system cannot hide in metadata, and the flush forces delayed
+    # allocation to happen now.
+    trial = path / f".probe-{secrets.token_hex(8)}"
+    with os.fdopen(os.open(trial, _NEW, 0o600), "wb") as handle:
+        os.unlink(trial)  # first, so that a kill leaves nothing behind
+        _write(handle, b"\0" * _PROBE_BYTES)
 
 
 def parse_json(text: str) -> Any:
@@ -224,7 +221,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
             continue
         set_mode(path, mode)
         yield from _files_below(path)
-        _sync_dir(path)
+        sync_dir(path)
 
 
 def _opened_file(path: Path) -> BufferedReader:
@@ -259,7 +256,8 @@ def _write(handle: BufferedWriter, content: bytes) -> None:
     os.fsync(handle.fileno())
 
 
-def _sync_dir(folder: Path) -> None:
+def sync_dir(folder: Path) -> None:
+    """Flush a directory's entries where the file system can."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..log import logger
+from . import files
 from .errors import CompileLockTimeout
-from .files import StoreFiles
 from .key import CompileKey
 from .manifest import utc_now
 from .place import FILE_BITS, Place, Trust, inherited_mode, set_mode
@@ -127,14 +127,12 @@ class KeyLock:
     native: whether the lock is one of the operating system. previous: the note of the last holder.
     """
 
-    def __init__(
-        self, folder: Place, key: CompileKey, timeout_s: float, files: StoreFiles, host: str
-    ) -> None:
+    def __init__(self, folder: Place, key: CompileKey, timeout_s: float) -> None:
         """A lock in `folder` (created on acquire) that waits `timeout_s` seconds at most."""
-        self._key, self._timeout_s, self._files = key, timeout_s, files
+        self._key, self._timeout_s = key, timeout_s
         self._folder, self._name = folder, f"{key.kernel}-{key.digest}"
         self._note = folder / f"{self._name}.json"
-        self._host = host
+        self._host = socket.gethostname()
         # `None` also while the lock is "held" on a file system without locks: there is nothing to
         # release then.
         self._held: Held | None = None
@@ -146,7 +144,7 @@ class KeyLock:
         `published()` finds; then the lock is not held. CompileLockTimeout, which names the holder,
         where the bounded wait is over; OSError where the lock file cannot be created.
         """
-        self._files.make_dir(self._folder)
+        self._folder.checked(make=True)
         # `monotonic` ignores changes of the wall clock.
         deadline = time.monotonic() + self._timeout_s
         look_at = time.monotonic() + _LOOK_S
@@ -202,7 +200,7 @@ class KeyLock:
             "kernel": self._key.kernel,
             "state": state,
         }
-        self._files.write_text(self._note, json.dumps(holder))
+        files.write_text(self._note, json.dumps(holder))
 
     # Repeated calls are harmless: the `finally` of a caller may follow a release of its own.
     def release(self) -> None:
@@ -219,7 +217,7 @@ class KeyLock:
 
     def _read_note(self) -> dict[str, Any]:
         # A damaged note reads as no note, and only the wording of messages suffers.
-        note = self._files.read_json(self._note)
+        note = files.read_json(self._note)
         return note if isinstance(note, dict) else {}
 
     def timeout_message(self) -> str:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import DamagedFileError, FileFacts, StoreFiles, parse_json
+from . import files as file_system
+from .files import DamagedFileError, FileFacts, parse_json
 from .key import CompileKey
 from .place import Place
 
@@ -56,13 +57,13 @@ def describe(key: CompileKey, files: Mapping[str, FileFacts], seconds: float) ->
     return {**promised, "sha256": _digest(promised), "built": built}
 
 
-def verify(key: CompileKey, folder: Place, files: StoreFiles) -> Artefact:
+def verify(key: CompileKey, folder: Place) -> Artefact:
     """The artefact in `folder`. Clocks and modification times do not matter. DamagedFileError where
     it was read and is not an artefact of `key`; OSError where it could not be read, or somebody
     else could have planted it.
     """
     with _about(MANIFEST):
-        manifest = parse_json(files.read_text(folder, MANIFEST))
+        manifest = parse_json(file_system.read_text(folder, MANIFEST))
     try:
         # Nesting that the parser survived may still be too deep for a comparison.
         listed = _listed(key, manifest)
@@ -72,7 +73,7 @@ def verify(key: CompileKey, folder: Place, files: StoreFiles) -> Artefact:
     # leaves behind after a delete, does no harm.
     for name, facts in listed.items():
         with _about(name):
-            files.check(folder, name, facts)
+            file_system.check(folder, name, facts)
     return Artefact(key, folder.path, manifest)
 
 

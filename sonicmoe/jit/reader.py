@@ -9,11 +9,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import DamagedFileError, StoreFiles, describe_problem
+from . import files
+from .files import DamagedFileError, describe_problem
 from .key import CompileKey
 from .manifest import Artefact, verify
 from .place import Place, Trust, UntrustedPlaceError
 
+# Longest wait for a publication that another host reports, and the pauses in it, seconds.
+VISIBILITY_TIMEOUT_S = 10.0
 _FIRST_RECHECK_S, _LONGEST_RECHECK_S = 0.01, 0.5
 # Answers of a network file system or a busy machine that the next moment may change.
 _MAY_PASS = {
@@ -45,12 +48,9 @@ class ArtefactReader:
     publishes it.
     """
 
-    def __init__(
-        self, root: Path, trust: Trust, files: StoreFiles, visibility_timeout_s: float
-    ) -> None:
+    def __init__(self, root: Path, trust: Trust) -> None:
         """A reader of `root`, which need not exist. Arguments as for `ArtefactStore`."""
-        self.root, self.place, self.files = root, Place.of(root, trust), files
-        self._visibility_timeout_s = visibility_timeout_s
+        self.root, self.place = root, Place.of(root, trust)
 
     def place_of(self, key: CompileKey) -> Place:
         """Where the artefact of a key lies once published."""
@@ -75,11 +75,11 @@ class ArtefactReader:
         raise AssertionError("the last attempt returns")
 
     def await_visible(self, key: CompileKey) -> Lookup:
-        """Look again until the artefact is visible, at most `visibility_timeout_s` seconds."""
+        """Look again until the artefact is visible, or for `VISIBILITY_TIMEOUT_S`."""
         # Nothing reports when another host's rename becomes visible here, so this polls. The delay
         # doubles, because most artefacts appear at once and the others after seconds of client
         # cache.
-        deadline, delay = time.monotonic() + self._visibility_timeout_s, _FIRST_RECHECK_S
+        deadline, delay = time.monotonic() + VISIBILITY_TIMEOUT_S, _FIRST_RECHECK_S
         while True:
             found = self.lookup(key)
             # A damaged artefact ends the wait as well: it is visible, and waiting does not repair
@@ -99,7 +99,7 @@ class ArtefactReader:
         for name, facts in artefact.manifest["files"].items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with self.files.reading(source, name) as handle, open(target, "xb") as copy:
+            with files.reading(source, name) as handle, open(target, "xb") as copy:
                 shutil.copyfileobj(handle, copy)
             # The new manifest will describe the copy, so a copy that differs must not get that far.
             with open(target, "rb") as copy:
@@ -108,7 +108,7 @@ class ArtefactReader:
 
     def _lookup(self, key: CompileKey) -> Lookup:
         folder = self.place / "artefacts" / key.kernel
-        names = self.files.names(folder)
+        names = files.names(folder)
         # A machine without the compiler cannot name a toolchain, and takes an artefact of any.
         if key.toolchain is None:
             # `names` is sorted, so this order is fixed: hosts that see the same directory try the
@@ -121,7 +121,7 @@ class ArtefactReader:
             # A lookup without a toolchain may find several artefacts. A damaged or unreadable one
             # does not hide an intact one behind it.
             try:
-                return Lookup(verify(key, folder / name, self.files), "")
+                return Lookup(verify(key, folder / name), "")
             except DamagedFileError as damage:
                 reason = f"the artefact {folder / name} is damaged: {damage}"
             except OSError as error:

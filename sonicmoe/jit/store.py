@@ -18,8 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..log import logger
+from . import files
 from .errors import CompileError
-from .files import DamagedFileError, StoreFiles, describe_problem, is_storage_problem
+from .files import DamagedFileError, describe_problem, is_storage_problem
 from .key import CompileKey
 from .lock import FAILED, PUBLISHED, KeyLock
 from .manifest import MANIFEST, Artefact, describe
@@ -58,29 +59,16 @@ class ArtefactStore(ArtefactReader):
     the first rename would win.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        lock_timeout_s: float,
-        visibility_timeout_s: float,
-        files: StoreFiles | None = None,
-        host: str = "",
-        trust: Trust = Trust.SHARED,
-    ) -> None:
+    def __init__(self, root: Path, trust: Trust, lock_timeout_s: float) -> None:
         """A store below `root`, which need not exist.
 
         Args:
             root: the directory.
-            lock_timeout_s: longest wait for another builder of the same key, seconds.
-            visibility_timeout_s: longest wait for a publication reported by another host to become
-                visible, seconds.
-            files: file operations; for fault injection.
-            host: this host's name; for fault injection.
             trust: who may be able to write there; nothing is read or written otherwise.
+            lock_timeout_s: longest wait for another builder of the same key, seconds.
         """
-        super().__init__(root, trust, files or StoreFiles(), visibility_timeout_s)
-        self._lock_timeout_s, self._host = lock_timeout_s, host or socket.gethostname()
+        super().__init__(root, trust)
+        self._lock_timeout_s = lock_timeout_s
 
     def build(self, key: CompileKey, builder: Builder) -> Artefact:
         """The published artefact of `key`, built by `builder(private directory)` if there is none.
@@ -112,11 +100,11 @@ class ArtefactStore(ArtefactReader):
         """Find out whether the directory takes artefacts. StoreProblemError where it does not."""
         with self._as_store_problem():
             staging = self.place / "staging"
-            self.files.make_dir(staging)
-            self.files.probe(staging)
+            staging.checked(make=True)
+            files.probe(staging)
 
     def lock(self, key: CompileKey) -> KeyLock:
-        return KeyLock(self.place / "locks", key, self._lock_timeout_s, self.files, self._host)
+        return KeyLock(self.place / "locks", key, self._lock_timeout_s)
 
     def quarantine(self, key: CompileKey, reason: str) -> None:
         """Move a damaged artefact out of the way; call with the key's lock held.
@@ -125,16 +113,16 @@ class ArtefactStore(ArtefactReader):
         a rename leaves their open descriptors and mappings valid.
         """
         source, folder = self.place_of(key), self.place / "quarantine"
-        self.files.make_dir(folder)
+        folder.checked(make=True)
         name = f"{key.kernel}-{key.digest}"
         target = folder / f"{name}.{secrets.token_hex(4)}"
-        self.files.publish(source, target)
+        files.publish(source, target)
         logger.warning("damaged artefact of %s: %s; moved to %s and rebuilt", key, reason, target)
         # A disk that damages the same artefact again and again must not fill up with copies. The
         # first few are kept, so the newest one goes.
-        kept = [entry for entry in self.files.names(folder) if entry.startswith(name)]
+        kept = [entry for entry in files.names(folder) if entry.startswith(name)]
         if len(kept) > _KEPT_IN_QUARANTINE:
-            self.files.remove_tree(target)
+            files.remove_tree(target)
 
     def _clear_the_way(self, key: CompileKey, lock: KeyLock) -> Artefact | None:
         """With the lock just acquired: look again, and move a damaged artefact away.
@@ -163,18 +151,18 @@ class ArtefactStore(ArtefactReader):
         """
         # The random part keeps two builders apart even where the file system has no locks and both
         # hold "the" lock.
-        name = f"{key.kernel}-{key.digest}.{self._host}.{secrets.token_hex(4)}"
+        name = f"{key.kernel}-{key.digest}.{socket.gethostname()}.{secrets.token_hex(4)}"
         staging = self.place / "staging" / name
-        self.files.make_dir(staging)
+        staging.checked(make=True)
         try:
             # Without a working lock, a directory in staging/ may belong to a live builder.
             if lock.native:
                 self._sweep(key, lock, staging)
             # Asked before the compiler runs, because a compile takes seconds and a kernel that
             # cannot be stored is compiled again.
-            self.files.probe(staging)
+            files.probe(staging)
         except BaseException:
-            self.files.remove_tree(staging)
+            files.remove_tree(staging)
             raise
         return staging
 
@@ -188,13 +176,13 @@ class ArtefactStore(ArtefactReader):
         becomes visible.
         """
         folder = own.parent
-        for name in self.files.names(folder):
+        for name in files.names(folder):
             if name.startswith(f"{key.kernel}-{key.digest}.") and name != own.name:
                 pid, host = lock.previous.get("pid", "?"), lock.previous.get("host", "?")
                 logger.warning(
                     "an earlier build of %s (pid %s on %s) ended before it was complete", key, pid, host
                 )  # fmt: skip
-                self.files.remove_tree(folder / name)
+                files.remove_tree(folder / name)
 
     def _filled(self, key: CompileKey, lock: KeyLock, staging: Place, builder: Builder) -> Artefact:
         """Build in the private directory and publish it; leaves nothing behind where that fails."""
@@ -214,7 +202,7 @@ class ArtefactStore(ArtefactReader):
             # Publication moved the directory away. Otherwise the note must not stay at "building",
             # or the next host would see a dead holder. It only shortens other hosts' waits.
             if artefact is None:
-                self.files.remove_tree(staging)
+                files.remove_tree(staging)
             with suppress(OSError):
                 lock.note(FAILED if artefact is None else PUBLISHED)
         return artefact
@@ -226,7 +214,7 @@ class ArtefactStore(ArtefactReader):
         # A compiler on a full disk fails with its own words and its own error type, so a write of
         # our own tells whether the directory was the cause.
         try:
-            self.files.probe(staging)
+            files.probe(staging)
         except OSError as cause:
             return describe_problem(cause)
         return None
@@ -253,7 +241,7 @@ class ArtefactStore(ArtefactReader):
             found = look(key)
             if found.artefact is None:
                 raise StoreProblemError(self.root, describe_problem(error)) from error
-            self.files.remove_tree(staging)
+            files.remove_tree(staging)
         if found.artefact is None:
             words = f"it does not show the artefact that was published: {found.reason}"
             raise StoreProblemError(self.root, words)
@@ -263,15 +251,15 @@ class ArtefactStore(ArtefactReader):
         """Finish `staging` and rename it. Everything is flushed before the rename, so that a power
         cut cannot leave a complete name over incomplete files.
         """
-        files, target = self.files, self.place_of(key)
+        target = self.place_of(key)
         # The order matters. Scratch files are gone before the manifest lists the files, and the
         # manifest is written and flushed last, so the rename publishes nothing that a power cut
         # could still take away.
         files.remove_tree(staging / SCRATCH)
         manifest = json.dumps(describe(key, files.sync_tree(staging), seconds), indent=1)
         files.write_text(staging / MANIFEST, manifest)
-        files.sync_dir(staging)
-        files.make_dir(target.parent)
+        files.sync_dir(staging.checked())
+        target.parent.checked(make=True)
         files.publish(staging, target)
 
     @contextmanager

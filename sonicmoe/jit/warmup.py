@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from . import files
 from .cache import CompileCache
 from .carried import carried
 from .cpus import AUTO, compilers
-from .files import StoreFiles
 from .key import package_versions
 from .manifest import Artefact, utc_now
 from .parallel import BUILT, CACHED, MISSING, KernelOutcome, Progress, build_all
@@ -172,11 +172,10 @@ def _record(report: WarmUpReport, cache: CompileCache) -> Path | None:
         "kernels": [{"kernel": outcome.kernel, "key": outcome.key} for outcome in report.kernels],
         "at": utc_now(),
     }
-    files = StoreFiles()
     for place in cache.places:
         target = place / _RECORDS / f"{report.spec.digest(report.precision)}.json"
         try:
-            files.make_dir(target.parent)
+            target.parent.checked(make=True)
             files.write_text(target, json.dumps(content, indent=1))
             return target.path
         except OSError:
@@ -190,7 +189,7 @@ def read_records(root: Path) -> list[dict[str, Any]]:
     """
     records: list[dict[str, Any]] = []
     # A record is shown and never run, so it does not matter who wrote it.
-    files, folder = StoreFiles(), Place.of(root, Trust.ANYBODY) / _RECORDS
+    folder = Place.of(root, Trust.ANYBODY) / _RECORDS
     with suppress(OSError, ValueError):
         names = [name for name in files.names(folder) if name.endswith(".json")]
         found = (files.read_json(folder / name) for name in names)

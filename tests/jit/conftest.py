@@ -15,7 +15,7 @@ from racer import FakeCompiler, make_key
 from racers import NOT_RUN, Field
 
 from sonicmoe.engine import compile_plan
-from sonicmoe.jit import CompileCache, CompileKey
+from sonicmoe.jit import CompileCache, CompileKey, reader
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -43,6 +43,11 @@ def memory() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def publications_show_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "VISIBILITY_TIMEOUT_S", 0.1)
+
+
 @pytest.fixture
 def field(tmp_path: Path) -> Field:
     return Field(tmp_path)
@@ -50,7 +55,7 @@ def field(tmp_path: Path) -> Field:
 
 @pytest.fixture
 def cache(field: Field) -> CompileCache:
-    return CompileCache(field.root, field.local, lock_timeout_s=5, visibility_timeout_s=0.2)
+    return CompileCache(field.root, field.local, lock_timeout_s=5)
 
 
 @pytest.fixture

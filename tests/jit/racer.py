@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from late_files import LateFiles
+import late_files
 
 from sonicmoe.jit import Artefact, CompileCache, CompileKey
 
@@ -86,8 +86,9 @@ def race(
     go: Path | None = None,
 ) -> dict[str, Any]:
     """Build one key; what happened. go: a file whose appearance is waited for."""
-    files = None if late is None else LateFiles(late[0], host, late[1])
-    cache = CompileCache(root, local, lock_timeout_s=timeout, files=files, host=host)
+    if late is not None:
+        late_files.inject(late[0], host, late[1])
+    cache = CompileCache(root, local, lock_timeout_s=timeout)
     key = make_key(size)
     compiler = FakeCompiler(key, log, seconds, count, own_words)
     if go is not None:

@@ -23,8 +23,7 @@ KEY = make_key()
 
 
 def cache_of(field):
-    waits = {"lock_timeout_s": 2, "visibility_timeout_s": 0.01}
-    return CompileCache(field.root, field.local, **waits, host="here")
+    return CompileCache(field.root, field.local, lock_timeout_s=2)
 
 
 class ActingCalls(SystemCalls):

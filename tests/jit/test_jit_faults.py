@@ -29,7 +29,7 @@ KEY = make_key()
 
 
 def open_cache(field):
-    return CompileCache(field.root, field.local, lock_timeout_s=0.2, visibility_timeout_s=0.01)
+    return CompileCache(field.root, field.local, lock_timeout_s=0.2)
 
 
 def build(field, calls):

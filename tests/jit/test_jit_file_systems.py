@@ -11,7 +11,8 @@ import pytest
 from racer import load, make_key
 
 from sonicmoe.jit import CompileCache
-from sonicmoe.jit.files import StoreFiles
+from sonicmoe.jit import files as files_module
+from sonicmoe.jit import reader as reader_module
 
 PROCESSES = 8
 needs_mounts = pytest.mark.usefixtures("mounts")
@@ -92,10 +93,11 @@ def test_disk_that_fills_up_in_a_compile_goes_to_the_node(field, own_words):
 # Injected faults
 
 
-def test_rename_visible_late_is_waited_for(field):
+def test_rename_visible_late_is_waited_for(field, monkeypatch):
     """Eight hosts; what one publishes the others see a second later, although they already hold the
     lock.
     """
+    monkeypatch.setattr(reader_module, "VISIBILITY_TIMEOUT_S", 10.0)
     ledger = field.folder / "ledger"
     ledger.mkdir()
     late = {"late": (ledger, 1.0), "seconds": 0.1}
@@ -128,18 +130,20 @@ def test_loser_of_a_race_uses_the_winners_artefact(cache, field, key, compiler):
     assert list((field.root / "staging").iterdir()) == []
 
 
-def test_rename_that_worked_and_reports_an_error(field, key, compiler):
+def test_rename_that_worked_and_reports_an_error(cache, field, key, compiler, monkeypatch):
     """A repeated network request: the first one did it, the answer to the second says that the
     source is gone.
     """
 
-    class Repeating(StoreFiles):
-        def publish(self, source, target):
-            super().publish(source, target)
-            if target.name == key.digest:
-                raise FileNotFoundError(errno.ENOENT, "no such file", str(source))
+    publish = files_module.publish
 
-    artefact = CompileCache(field.root, field.local, files=Repeating()).build(key, compiler(key))
+    def repeating(source, target):
+        publish(source, target)
+        if target.name == key.digest:
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(source))
+
+    monkeypatch.setattr(files_module, "publish", repeating)
+    artefact = cache.build(key, compiler(key))
     assert artefact.path.is_relative_to(field.root) and load(artefact) == 4096
 
 

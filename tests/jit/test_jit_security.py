@@ -322,7 +322,7 @@ def test_file_that_cannot_be_read_is_not_thrown_away(
         for module in (os, io, builtins):
             patch.setattr(module, "open", failing(module.open))
         try:
-            busy = CompileCache(field.root, field.local, visibility_timeout_s=0.1)
+            busy = CompileCache(field.root, field.local)
             artefact = busy.build(key, compiler(key))
         except CacheUnwritableError as error:
             assert times > 1 and errno.errorcode[number] in str(error)

@@ -52,7 +52,7 @@ def group_cache(field):
 
 def cache_of(field):
     local = field.folder / f"local-{os.geteuid()}"
-    return CompileCache(field.root, local, lock_timeout_s=2, visibility_timeout_s=0.1)
+    return CompileCache(field.root, local, lock_timeout_s=2)
 
 
 def build(field, key=KEY):
