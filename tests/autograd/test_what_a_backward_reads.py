@@ -15,8 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from engine.fp8_arrivals import quantised
-from engine.low_rank_golden import Adapted
-from engine.moe_golden import make_problem
+from engine.moe_golden import factors_of, make_problem
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import FP8, FULL, Layer, want_gradient
 from oracle.case import Case
@@ -119,8 +118,8 @@ def case_scene(line, compiled=False):
 
 def sorted_scene():
     layer, problem = Layer(ONE_SLOT, config=FP8, arrangement="fused"), ONE_SLOT
-    adapted, biases = Adapted(problem), (leaf(problem.b1), leaf(problem.b2))
-    pairs = (LowRank(*map(leaf, adapted.exact[name]), 0.7) for name in ("up", "down"))
+    biases = leaf(problem.b1), leaf(problem.b2)
+    pairs = (LowRank(*map(leaf, pair), 0.7) for pair in factors_of(problem))
     adapters, x, probs = Adapters(*pairs), leaf(problem.x), leaf(problem.probs[:, 0])
     counts = tensor(np.bincount(problem.indices[:, 0], minlength=4))
     out = layer.node.forward_sorted(x, counts, probs, biases=biases, adapters=adapters)

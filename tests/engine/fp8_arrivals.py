@@ -12,7 +12,6 @@ from framework import numpy, tensor, torch
 
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType
-from sonicmoe.observe import listening
 from sonicmoe.quant.recipes import RECIPES, ScaleFormat, rows
 from sonicmoe.quant.reference import dequantize, quantize
 from sonicmoe.quant.tokens import tokens_of
@@ -67,14 +66,6 @@ def arrived_by_hand(problem, settings, **arriving) -> Result:
     """
     seen = problem.but(**{name: numpy(dequantize(q)) for name, q in arriving.items()})
     return by_hand(seen, settings, torch.bfloat16, skip=arriving, exact=True)
-
-
-def stages_of(problem, settings, **arriving) -> list[str]:
-    """What a step shows, in its order."""
-    seen = []
-    with listening(lambda name, value: seen.append(name) or value):
-        run(problem, settings, **arriving)
-    return seen
 
 
 def poisoned(x, problem):

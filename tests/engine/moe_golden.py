@@ -116,6 +116,17 @@ def golden(problem: Problem) -> Result:
     return Result(**{name: found[name] for name in vars(Result(*[None] * 5)) if name in found})
 
 
+def factors_of(problem, rank=5):
+    """fp64 `(a [E, R, in], b [E, out, R])` of low-rank adapters on the up- and the down-projection."""
+    rng = np.random.default_rng(1)
+    experts, hidden, n1 = problem.up_gate.shape
+    sizes = ((hidden, n1), (problem.intermediate, hidden))
+    return [
+        (rng.standard_normal((experts, rank, i)) * i**-0.5, rng.standard_normal((experts, o, rank)))
+        for i, o in sizes
+    ]
+
+
 def native_column(n, n1, gated):
     """Which column of a user's `[H, N1]` weight lies in row `n` of the native `[N1, H]` one."""
     if not gated:

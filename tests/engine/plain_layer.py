@@ -15,7 +15,7 @@ from sonicmoe.layouts import WeightLayout
 from sonicmoe.routing.build import build_routing
 from sonicmoe.weight_source import WeightSource
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16 = torch.bfloat16
 # No tile divides these; of the experts one has two tiles, one none, and one a single row.
 T, H, I, E, K = 150, 72, 40, 4, 2
 SWIGLU = ActivationType.SWIGLU

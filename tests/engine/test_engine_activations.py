@@ -1,11 +1,12 @@
-"""The activations: values, slopes against finite differences, kinks, NaN, extreme values."""
+"""The activations: values and slopes of their definitions, bounds, NaN, extreme values."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from engine.moe_golden import ALL_ACTIVATIONS
-from framework import IS_PADDLE, numpy, tensor, torch
+from framework import numpy, tensor, torch
+from oracle.golden import base_of, slope, up_factor, value
 
 from sonicmoe.diagnostics import formulas
 from sonicmoe.engine import activations
@@ -23,19 +24,15 @@ SITU, SWIGLU = ActivationType.SITU_GLU, ActivationType.SWIGLU
 FLEET = (("beta", 4.0), ("linear_beta", 25.0))
 # What layers set, beside the defaults of every activation.
 OWN = ((OAI, (("alpha", 1.1), ("limit", 2.0))), (CLAMP, (("limit", 2.0),)), (SITU, FLEET))
-UNGATED = [a for a in ALL_ACTIVATIONS if not is_glu(a)]
 GATED = [a for a in ALL_ACTIVATIONS if is_glu(a)]
 
 
-def fp32(array, **options):
-    return tensor(np.asarray(array), torch.float32, **options)
+def fp32(array):
+    return tensor(np.asarray(array), torch.float32)
 
 
-@pytest.mark.parametrize("activation", [ActivationType.RELU, ActivationType.RELU_SQ])
-def test_slope_at_the_kink_is_zero(activation):
-    got_value, got_slope = value_and_slope(fp32([0.0, -0.0]), activation)
-    assert np.array_equal(numpy(got_value), [0.0, 0.0])
-    assert np.array_equal(numpy(got_slope), [0.0, 0.0])
+def fp64(array):
+    return tensor(np.asarray(array), torch.float64)
 
 
 @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=lambda a: a.value)
@@ -50,71 +47,56 @@ def test_nan_stays_where_it_is(activation):
     assert np.isfinite(np.delete(dz, 2, axis=0)).all()
 
 
-def gpt_oss(gate, up):
-    clamped = gate.clamp(max=7.0)
-    return (up.clamp(-7.0, 7.0) + 1) * clamped * torch.sigmoid(1.702 * clamped)
-
-
-def bounded_swiglu(limit):
-    def definition(gate, up):
-        return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-
-    return definition
-
-
-def situ_glu(beta, linear_beta):
-    def definition(gate, up):
-        factor = up if linear_beta is None else linear_beta * torch.tanh(up / linear_beta)
-        return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * factor
-
-    return definition
-
-
-# Below, on and beyond every bound of gate and up.
-OF_CLAMPS = (-40, -1.1, -1, -0.7, -0.3, 0, 0.3, 0.7, 1, 1.1, 40)
-OF_SITU = (-700, -30, -4, -1, -1e-3, 0, 1e-8, 0.2, 3, 60, 700)
-# `(activation, its parameters, definition, ticks, relative tolerance of y1 and dz, absolute of dz)`.
-# 1 - tanh^2 of SiTU's definition has rounding errors of 1e-16 where it should be smaller.
-DEFINITIONS = [
-    (OAI, {}, gpt_oss, [7.0 * t for t in OF_CLAMPS] + [-1.0], (1e-14, 1e-13), 1e-300),
-    *(
-        (CLAMP, {"limit": c}, bounded_swiglu(c), [c * t for t in OF_CLAMPS], (1e-13, 1e-12), 1e-300)
-        for c in (0.5, 10.0)
-    ),
-    *(
-        (SITU, {"beta": b, "linear_beta": l}, situ_glu(b, l), OF_SITU, (1e-13, 1e-12), 1e-12)
-        for b in (0.5, 4.0, 1e30)
-        for l in (None, 25.0, 0.3)
-    ),
-]
-
-
-@pytest.mark.skipif(IS_PADDLE, reason="PyTorch's autograd is the reference")
-@pytest.mark.parametrize(
-    ("activation", "given", "definition", "ticks", "relative", "absolute"),
-    DEFINITIONS,
-    ids=[f"{activation.value}-{given}" for activation, given, *_ in DEFINITIONS],
+# Below, on and beyond every bound of gate and up, at a kink, and where tanh and the sigmoid are flat.
+TICKS = (
+    -700,
+    -40,
+    -10,
+    -7.7,
+    -7,
+    -4,
+    -2,
+    -1,
+    -1e-3,
+    -0.0,
+    0,
+    1e-8,
+    0.3,
+    1.1,
+    2,
+    7,
+    7.1,
+    10,
+    60,
+    700,
 )
-def test_fp64_autograd_of_the_definition(activation, given, definition, ticks, relative, absolute):
-    """Gradients pass on a bound and vanish beyond it, as those of torch.clamp."""
-    line = torch.tensor(ticks, dtype=torch.float64)
-    z = torch.cartesian_prod(line, line)
-    gate, up = (column.clone().requires_grad_() for column in z.unbind(1))
-    expected = definition(gate, up)
-    expected.sum().backward()
-    own = layer_parameters(activation, given)
-    y1, dz = activate_backward(z, torch.ones_like(z[:, :1]), activation, own)
-    assert torch.equal(y1, activate(z, activation, own))
-    torch.testing.assert_close(y1[:, 0], expected.detach(), rtol=relative[0], atol=1e-300)
-    wanted = torch.stack([gate.grad, up.grad], 1)
-    torch.testing.assert_close(dz, wanted, rtol=relative[1], atol=absolute)
-    if activation is SITU:
-        return
-    limit = ACTIVATIONS[activation].values(own)["limit"]
-    beyond = torch.stack([gate > limit, up.abs() > limit], 1)
-    assert int(beyond.sum()) > 0 and not dz[beyond].any()
-    zero = -1.0 if activation is OAI else 0.0  # where the factor of up is 0
-    assert bool(dz[(gate == limit) & (up != zero), 0].all())
+
+
+@pytest.mark.parametrize(
+    ("activation", "own"),
+    [*((activation, ()) for activation in ALL_ACTIVATIONS), *OWN],
+    ids=[*(a.value for a in ALL_ACTIVATIONS), *(f"{a.value} of a layer" for a, _ in OWN)],
+)
+def test_values_and_derivatives_are_those_of_the_definition(activation, own):
+    """Of the golden's, and of the record's text. Gradients pass on a bound and vanish beyond it, as
+    those of torch.clamp; a kink of ReLU has none.
+    """
+    ticks = np.float64(TICKS)
+    gate, up = (grid.ravel() for grid in np.meshgrid(ticks, ticks, indexing="ij"))
+    gated = is_glu(activation)
+    z = np.stack([gate, up], 1) if gated else ticks[:, None]
+    own = layer_parameters(activation, dict(own))
+    v = gate if gated else ticks
+    with np.errstate(over="ignore"):
+        act, d_act = (f(base_of(activation.value), v, own) for f in (value, slope))
+        factor, d_factor = up_factor(activation.value, up, own) if gated else (1.0, 0.0)
+        y1, dz = act * factor, [factor * d_act, act * d_factor][: z.shape[1]]
+    record = formulas.activate(z, np.ones_like(z[:, :1]), activation, own)
+    found = activate_backward(fp64(z), fp64(np.ones_like(z[:, :1])), activation, own)
+    for golden in ((y1[:, None], np.stack(dz, 1)), record):
+        for got, wanted in zip(found, golden, strict=True):
+            np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-12)
+    assert np.array_equal(activate(fp64(z), activation, own).numpy(), found[0].numpy())
 
 
 class TestClamps:
@@ -168,23 +150,6 @@ class TestSituGlu:
 def test_a_gated_activation_has_no_slope_of_its_own(activation):
     with pytest.raises(ValueError, match="gated"):
         value_and_slope(fp32([1.0]), activation)
-
-
-@pytest.mark.parametrize(
-    ("activation", "own"),
-    [*((activation, ()) for activation in ALL_ACTIVATIONS), *OWN],
-    ids=[*(a.value for a in ALL_ACTIVATIONS), *(f"{a.value} of a layer" for a, _ in OWN)],
-)
-def test_the_formula_of_the_record_is_what_is_computed(activation, own):
-    """Values and derivatives: the text, through dual numbers, against the tensor formulas."""
-    rng = np.random.default_rng(11)
-    z = rng.standard_normal((7, 12)) * 4
-    dy1 = rng.standard_normal((7, 6 if is_glu(activation) else 12))
-    wanted = formulas.activate(z, dy1, activation, own)
-    found = activate_backward(fp32(z), fp32(dy1), activation, own)
-    for got, golden in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(numpy(got), golden, rtol=2e-5, atol=5e-6)
-    assert np.array_equal(numpy(activate(fp32(z), activation, own)), numpy(found[0]))
 
 
 class TestParameters:

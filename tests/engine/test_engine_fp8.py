@@ -1,5 +1,5 @@
-"""FP8 emulation: every quantisation point is there, and nowhere else; errors are where E4M3 puts
-them, per expert and per block.
+"""FP8 emulation: every quantisation point is there, and nowhere else. How large errors are, tests/oracle
+bounds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from engine.fp8_by_hand import (
     coarse_problem,
     distance,
 )
-from engine.moe_golden import OUTPUTS, assert_same_bits, golden, make_problem, run_engine
-from framework import cosine, relative_rmse, torch
+from engine.moe_golden import OUTPUTS, assert_same_bits, make_problem, run_engine
+from framework import torch
 from pairwise import pairwise
 
 from sonicmoe.engine.activations import activate_backward
@@ -26,7 +26,6 @@ from sonicmoe.enums import ACTIVATIONS, ActivationType, ZCode
 from sonicmoe.quant.recipes import BASE_RECIPES, RECIPES, ScaleFormat
 
 POW2 = [recipe.with_scales(ScaleFormat.POW2) for recipe in BASE_RECIPES]
-ISO128 = EngineSettings(recipe=RECIPES["iso128"])
 DX256 = RECIPES["dx256"]
 CLAMP, OAI = ActivationType.SWIGLU_CLAMP, ActivationType.SWIGLU_OAI
 
@@ -77,54 +76,6 @@ def test_every_quantisation_point_shows(coarse, point):
     equal = {name for name in OUTPUTS if distance(without, actual, name) < 1e-6}
     assert moved == AFFECTS[point]
     assert equal == set(OUTPUTS) - AFFECTS[point]
-
-
-@pytest.fixture(scope="module")
-def gaussian():
-    """A problem of several 128-row blocks per expert, with its golden."""
-    sizes = {"tokens": 512, "hidden": 256, "intermediate": 128, "experts": 3, "topk": 2}
-    problem = make_problem(**sizes, empty=(), seed=4)
-    return problem, golden(problem)
-
-
-def worst(metric, problem, actual, exact, pick):
-    """`pick`ed extreme of a metric: weight gradients per expert, token tensors per 128 tokens,
-    `dprobs` over its valid slots.
-    """
-    found = {}
-    valid = (problem.indices >= 0) & (problem.indices < problem.num_experts)
-    for name in OUTPUTS:
-        got, want = getattr(actual, name), getattr(exact, name)
-        if name == "dprobs":
-            blocks = [valid & (problem.indices == e) for e in range(problem.num_experts)]
-        elif name.startswith("dw"):
-            blocks = range(problem.num_experts)
-        else:
-            blocks = [slice(first, first + 128) for first in range(0, len(got), 128)]
-        found[name] = pick(metric(got[block], want[block]) for block in blocks)
-    return found
-
-
-BARS = {"out": 0.070, "dx": 0.073, "dprobs": 0.095, "dw1": 0.073, "dw2": 0.073}
-
-
-def test_errors_per_expert_and_per_block_of_128_tokens(gaussian):
-    """Relative RMSE and cosine are free of scale, so a wrong block cannot hide behind small
-    numbers.
-
-    The bars are those of the whole tensors plus the spread of a small block; dprobs has one number
-    per slot and spreads most.
-    """
-    problem, exact = gaussian
-    actual = run_engine(problem, ISO128)
-    errors = worst(relative_rmse, problem, actual, exact, max)
-    cosines = worst(cosine, problem, actual, exact, min)
-    for name, bar in BARS.items():
-        assert 0.02 < errors[name] < bar, f"{name}: {errors[name]:.4f}"
-        assert cosines[name] > 1 - bar**2 / 2 * 1.1, f"{name}: {cosines[name]:.5f}"
-    for name in OUTPUTS:
-        whole = relative_rmse(getattr(actual, name), getattr(exact, name))
-        assert whole < (0.068 if name == "out" else 0.071), f"{name}: {whole:.4f}"
 
 
 @pytest.mark.parametrize(

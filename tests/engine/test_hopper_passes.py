@@ -34,6 +34,7 @@ from kernels.needs import NVCC
 from sonicmoe.engine import hopper_layer
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.hopper_layer import HopperLayer
+from sonicmoe.engine.low_rank import NAMES_OF_FACTORS, Adapters, LowRank
 from sonicmoe.engine.settings import GradientMode
 from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ZCode
@@ -131,6 +132,37 @@ def test_without_weight_gradients_z_goes_before_the_rows_of_dx(monkeypatch):
     dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
     assert memory == [None] and pending.dz is None
     assert_same_bits({"dx": dx, "dprobs": dprobs}, {n: wanted[n] for n in ("dx", "dprobs")})
+
+
+def test_operands_of_adapters_gradients_go_before_the_rows_of_dx(monkeypatch):
+    case, held = Case(), []
+    sizes = (16, H), (2 * I, 16), (16, I), (H, 16)
+    up_a, up_b, down_a, down_b = (torch.randn(E, *size).bfloat16() for size in sizes)
+
+    def run(donated):
+        adapters = Adapters(LowRank(up_a, up_b, 0.5), LowRank(down_a, down_b, 0.5))
+        prepared = OURS.prepare_weights(case.w1, case.w2, None, None, FP8)
+        weights = prepared.with_adapters(adapters)
+        out, saved = OURS.forward(case.x, case.routing, weights, FP8)
+        # The backward has records of its own, as a bridge makes them.
+        weights = prepared.with_adapters(adapters._replace())
+        saved.wants_weights, saved.donated = False, donated
+        dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
+        factors = dict(zip(NAMES_OF_FACTORS, pending.adapters(), strict=True))
+        return {"out": out, "dx": dx, "dprobs": dprobs} | factors
+
+    wanted = run(False)
+    empty_operands, empty_dx = HopperLayer.empty_operands, HopperLayer.empty_dx
+
+    def operands(*given):
+        held.append(weakref.ref((made := empty_operands(*given))[1]))
+        return made
+
+    monkeypatch.setattr(hopper_layer, "LONG_Z", 1)
+    monkeypatch.setattr(HopperLayer, "empty_operands", operands)
+    monkeypatch.setattr(HopperLayer, "empty_dx", lambda *a: held.append(held[0]()) or empty_dx(*a))
+    assert_same_bits(run(True), wanted)
+    assert held[1:] == [None]
 
 
 def test_inference_keeps_nothing():

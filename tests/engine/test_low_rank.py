@@ -1,17 +1,21 @@
-"""Low-rank adapters in the reference engine, against the fp64 golden of the layer whose weights have
-them merged: gradients of a and b follow from those of the merged weights by the product rule.
+"""Low-rank adapters that an engine is given: no token, what is refused, and no pair. tests/oracle has the
+numbers.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine.low_rank_golden import Adapted
-from engine.moe_golden import make_problem, set_up
-from framework import numpy, torch
+from engine.moe_golden import factors_of, make_problem, set_up
+from framework import numpy, tensor, torch
 
-from sonicmoe.engine.low_rank import NAMES_OF_FACTORS, Adapters
+from sonicmoe.engine.low_rank import NAMES_OF_FACTORS, Adapters, LowRank
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
+
+
+def adapters_of(setup, rank=5):
+    pairs = factors_of(setup.problem, rank)
+    return Adapters(*(LowRank(*(tensor(f, torch.float32) for f in pair), 0.7) for pair in pairs))
 
 
 def run(setup, adapters):
@@ -27,8 +31,8 @@ def run(setup, adapters):
 
 
 def test_no_token_is_no_error():
-    problem = make_problem(tokens=0)
-    layer, factors = run(set_up(problem), Adapted(problem).adapters)
+    setup = set_up(make_problem(tokens=0))
+    layer, factors = run(setup, adapters_of(setup))
     assert layer["out"].shape == (0, 80) and not any(map(np.any, factors.values()))
     assert {name: gradient.shape for name, gradient in factors.items()} == {
         "up.a": (4, 5, 80), "up.b": (4, 96, 5), "down.a": (4, 5, 48), "down.b": (4, 80, 5),
@@ -40,8 +44,8 @@ def changed(adapters, **changes):
 
 
 def test_what_is_refused():
-    problem = make_problem()
-    setup, adapters = set_up(problem), Adapted(problem).adapters
+    setup = set_up(make_problem())
+    adapters = adapters_of(setup)
     a, b = adapters.up.a, adapters.up.b
     for other, kind, words in (
         (changed(adapters, a=a[:3]), ShapeError, r"^up.a has shape \(3, 5, 80\); needed: \[E, r"),
@@ -54,13 +58,12 @@ def test_what_is_refused():
         with pytest.raises(kind, match=words):
             run(setup, other)
     with pytest.raises(ShapeError, match="1 to 128"):
-        run(setup, Adapted(problem, rank=129).adapters)
+        run(setup, adapters_of(setup, rank=129))
     with pytest.raises(TypeError, match=r"^up is tuple; needed: a LowRank, or None"):
         run(setup, adapters._replace(up=(a, b)))
 
 
 def test_without_a_pair_nothing_changes():
-    problem = make_problem()
-    setup = set_up(problem)
+    setup = set_up(make_problem())
     assert setup.weights.with_adapters(Adapters()) is setup.weights
     assert setup.pending().adapters is None

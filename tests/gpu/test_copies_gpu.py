@@ -44,23 +44,6 @@ compiled = compiled_beforehand(
 )
 
 
-def codes_of(copies):
-    held = copies.weights
-    return [
-        tensor
-        for q in (held.w1, held.w2, held.w1_dgrad, held.w2_dgrad)
-        for tensor in (q.bytes, q.scale_inv)
-    ]
-
-
-def addresses(copies):
-    return [tensor.data_ptr() for tensor in codes_of(copies)]
-
-
-def copied(copies):
-    return [tensor.clone() for tensor in codes_of(copies)]
-
-
 def outstanding(layer, seeds=(0, 1, 2), copies=None, through=None, before_backward=lambda: None):
     """All forwards, then all backwards: results of every micro-batch and every gradient."""
     node = layer.node if copies is None else partial(layer.node, copies=copies)

@@ -17,7 +17,6 @@ from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
-rows_of_128 = rows(128)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # (T, C, experts here, K, experts everywhere): one tile, a partial last block, blocks of one octet
 # pair, empty experts, a full grid, more tiles of an expert than experts, more experts than tiles of
