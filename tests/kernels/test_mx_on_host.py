@@ -12,11 +12,20 @@ import pytest
 import torch
 from kernels import host_cuda
 from kernels.needs import HOST_MODULE
-from kernels.test_quantize_on_host import LAYOUTS, UNWRITTEN, flags_of, user_matrices, values
+from kernels.quantiser_checks import (
+    APART,
+    LAYOUTS,
+    UNWRITTEN,
+    assert_same,
+    scribble,
+    untouched,
+    user_weights,
+    values,
+)
 
 from sonicmoe.engine.blackwell import mx
-from sonicmoe.interop import dtype_name
 from sonicmoe.kernels.blackwell import mx_quantize_source
+from sonicmoe.quant import gpu
 from sonicmoe.quant.recipes import ScaleFormat, iso
 from sonicmoe.quant.reference import quantize
 from sonicmoe.routing.build import build_routing
@@ -50,7 +59,7 @@ def test_a_tile_of_square_blocks_repeats_sixteen_bytes():
 COUNTS = {"spread": [130, 0, 1, 128, 0], "one": [100], "last is empty": [5, 256, 0]}
 
 
-def routing_of(counts, spare=0):
+def routing_of(counts, device="cpu"):
     """Rows of experts with these counts, of tokens in a mixed order."""
     generator = torch.Generator().manual_seed(1)
     tokens = max(counts) + 3
@@ -62,11 +71,12 @@ def routing_of(counts, spare=0):
     ids = torch.full((tokens, len(counts)), -1, dtype=torch.int64)
     for token, expert in triples:
         ids[token, expert] = expert
-    return build_routing(ids, torch.rand(tokens, len(counts), generator=generator), len(counts))
+    probs = torch.rand(tokens, len(counts), generator=generator)
+    return build_routing(ids.to(device), probs.to(device), len(counts))
 
 
 def gathered(x, routing):
-    rows = torch.zeros((routing.num_rows, x.shape[1]), dtype=torch.float32)
+    rows = torch.zeros((routing.num_rows, x.shape[1]), device=x.device)
     real = routing.row_token >= 0
     rows[real] = x[routing.row_token[real].long()].float()
     return rows
@@ -112,84 +122,88 @@ def module(artefacts):
     return host_cuda.load("host_mx", mx_quantize_source("sm_90a").files, artefacts)
 
 
-def unwritten(rows, width, down):
-    """Codes, and both scale tensors with `down` rows of atoms."""
-    across = -(-width // 128)
-    shapes = (rows, width), (down, across, 512), (across, down, 512)
-    return [torch.full(shape, UNWRITTEN, dtype=torch.uint8) for shape in shapes]
+@pytest.fixture
+def device(module, monkeypatch):
+    """Launches reach the host's kernels; every byte that they do not write is `UNWRITTEN`."""
+    monkeypatch.setattr(mx, "_kernels", lambda device: module)
+    empty = mx.empty
+    for owner in (mx, gpu):
+        monkeypatch.setattr(owner, "is_cuda", lambda tensor: True)
+    monkeypatch.setattr(mx, "empty", lambda *of: empty(*of).fill_(UNWRITTEN))
+    return "cpu"
 
 
-class TestKernels:
+class TestRows:
     pytestmark = HOST_MODULE
 
     @pytest.mark.parametrize(
         ("counts", "width"), [("spread", 144), ("one", 128), ("last is empty", 272)]
     )
     @pytest.mark.parametrize("gathers", [True, False])
-    def test_rows(self, module, counts, width, gathers):
-        routing = routing_of(COUNTS[counts])
-        x = values((routing.num_tokens, width), torch.bfloat16)
+    def test_equals_the_reference(self, device, counts, width, gathers):
+        routing = routing_of(COUNTS[counts], device)
+        x = values((routing.num_tokens, width), torch.bfloat16, device=device)
         source = x
         if not gathers:  # what lies in padding rows must not matter
             source = gathered(x, routing).to(torch.bfloat16)
             source[routing.row_token < 0] = float("nan")
-        rows, offsets = routing.num_rows, routing.padded_offsets
-        down = mx.ragged_atoms(rows, len(COUNTS[counts]))
-        _, along_columns, along_rows = made = unwritten(rows, width, down)
-        module.quantize_rows_iso32(source, routing.row_token, offsets, *made, gathers, 0)
-        found = mx.MxTensor.of(*made, padded_offsets=offsets)
+        places = routing.row_token, routing.padded_offsets
+        found = mx.quantize_rows_iso32(source, *places, gathers=gathers)
         assert_rows(found, square(gathered(x, routing)), routing)
-        unread = sorted({*range(down)} - {*mx.atom_of_tile(offsets, rows).tolist()})
-        assert bool((along_columns[unread] == UNWRITTEN).all())
-        assert bool((along_rows[:, unread] == UNWRITTEN).all())
 
-    def test_rows_behind_the_last_expert_are_not_written(self, module):
+    def test_every_bit_pattern(self, device):
+        patterns = torch.arange(-(2**15), 2**15, device=device).to(torch.int16)
+        x = patterns.view(torch.bfloat16).reshape(512, 128)
+        token = torch.arange(512, dtype=torch.int32, device=device)
+        offsets = torch.tensor([0, 512], device=device)
+        found, wanted = mx.quantize_rows_iso32(x, token, offsets, gathers=True), square(x)
+        assert torch.equal(found.bytes, wanted.bytes)
+        assert torch.equal(found.along_columns[:4], mx.scale_atoms(wanted)[0])
+
+
+class TestWeights:
+    pytestmark = HOST_MODULE
+
+    @pytest.mark.parametrize("layout", [*LAYOUTS, APART], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    def test_equals_the_reference(self, device, dtype, layout):
+        for sizes in ((2, 144, 80), (1, 256, 128)):
+            source, weights = user_weights(sizes, dtype, layout, 0, device), mx.MxWeights()
+            weights.update(source)
+            for native, found in zip(source.native()[:2], (weights.w1, weights.w2), strict=True):
+                wanted = square(native)
+                assert_same(found, wanted)
+                for scales, atoms in zip(
+                    (found.along_columns, found.along_rows), mx.scale_atoms(wanted), strict=True
+                ):
+                    live = mx.from_atoms(atoms) > 0  # no scale of a block has the byte 0
+                    assert torch.equal(mx.from_atoms(scales)[live], mx.from_atoms(atoms)[live])
+            assert weights.w1_dgrad is weights.w1 and weights.w2_dgrad is weights.w2
+            scribble(weights)
+            weights.update(source)
+            assert untouched(weights), "nothing had changed"
+
+
+class TestWhatIsNotWritten:
+    pytestmark = HOST_MODULE
+
+    def test_atoms_of_no_tile(self, device):
+        routing = routing_of(COUNTS["spread"])
+        x = values((routing.num_tokens, 144), torch.bfloat16)
+        places = routing.row_token, routing.padded_offsets
+        found = mx.quantize_rows_iso32(x, *places, gathers=True)
+        down = mx.ragged_atoms(routing.num_rows, len(COUNTS["spread"]))
+        used = mx.atom_of_tile(routing.padded_offsets, routing.num_rows).tolist()
+        unread = sorted({*range(down)} - {*used})
+        assert unread and bool((found.along_columns[unread] == UNWRITTEN).all())
+        assert bool((found.along_rows[:, unread] == UNWRITTEN).all())
+
+    def test_rows_behind_the_last_expert(self, device):
         """A plan may have more rows than the experts need."""
         routing = routing_of(COUNTS["one"])
         x = values((routing.num_tokens, 128), torch.bfloat16)
         token = torch.cat([routing.row_token, torch.zeros(128, dtype=torch.int32)])
-        codes, scales, _ = unwritten(256, 128, 2)
-        module.quantize_rows_iso32(x, token, routing.padded_offsets, codes, scales, None, True, 0)
-        assert bool((codes[128:] == UNWRITTEN).all()) and bool((scales[1] == UNWRITTEN).all())
-        assert not bool((codes[:128] == UNWRITTEN).all())
-
-    def test_every_bit_pattern(self, module):
-        x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).reshape(512, 128)
-        token = torch.arange(512, dtype=torch.int32)
-        offsets = torch.tensor([0, 512])
-        codes, scales, _ = unwritten(512, 128, 4)
-        module.quantize_rows_iso32(x, token, offsets, codes, scales, None, True, 0)
-        wanted = square(x)
-        assert torch.equal(codes, wanted.codes.view(torch.uint8))
-        assert torch.equal(scales, mx.scale_atoms(wanted)[0])
-
-    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    def test_weights(self, module, dtype, layout):
-        for experts, hidden, inner in ((2, 144, 80), (1, 256, 128)):
-            shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
-            native = [values(shape, dtype, seed) for seed, shape in enumerate(shapes, 1)]
-            held, table = user_matrices(module, native, layout)
-            outputs = [unwritten_weight(weight) for weight in native]
-            flat = [tensor for output in outputs for tensor in output]
-            state = torch.tensor([1, 0], dtype=torch.int32)
-            flags = (*flags_of(layout), dtype_name(dtype), state)
-            module.quantize_weights_iso32(table, *flat, *flags, False, 0)
-            assert state.tolist() == [0, 0]
-            for weight, (codes, along_columns, along_rows) in zip(native, outputs, strict=True):
-                wanted = square(weight)
-                assert torch.equal(codes, wanted.codes.view(torch.uint8))
-                for found, atoms in zip(
-                    (along_columns, along_rows), mx.scale_atoms(wanted), strict=True
-                ):
-                    live = mx.from_atoms(atoms) > 0  # no scale of a block has the byte 0
-                    assert torch.equal(mx.from_atoms(found)[live], mx.from_atoms(atoms)[live])
-            flat[0].fill_(UNWRITTEN)
-            module.quantize_weights_iso32(table, *flat, *flags, False, 0)  # nothing changed
-            assert bool((flat[0] == UNWRITTEN).all()) and held
-
-
-def unwritten_weight(native):
-    experts, rows, columns = native.shape
-    made = unwritten(rows, columns, -(-rows // 128))
-    return [tensor.expand(experts, *tensor.shape).contiguous() for tensor in made]
+        found = mx.quantize_rows_iso32(x, token, routing.padded_offsets, gathers=True)
+        assert bool((found.bytes[128:] == UNWRITTEN).all())
+        assert bool((found.along_columns[1] == UNWRITTEN).all())
+        assert not bool((found.bytes[:128] == UNWRITTEN).all())
