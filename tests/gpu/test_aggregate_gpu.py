@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu.device import captured, waiting_is_an_error
-from kernels.routing_cases import distinct_probs, sentinels, summed_by, topk_of
+from kernels.routing_cases import check_sums, distinct_probs, sentinels, summed_by, topk_of
 
 from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.routing import backends
 from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
-PLAIN = backends.PlainKernels()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -28,13 +27,6 @@ def routing_of(tokens, topk, global_experts, experts, seed=0):
     return build_routing(indices.cuda(), distinct_probs(indices, experts).cuda(), experts)
 
 
-def rows_of(routing, width, dtype):
-    """Random rows; padding rows are NaN, which no result may show."""
-    rows = torch.randn((routing.num_rows, width), device="cuda").to(dtype)
-    rows[routing.row_slot < 0] = float("nan")
-    return rows
-
-
 def outputs_of(dtype):
     return DTYPES if dtype == torch.float32 else [dtype, torch.float32]
 
@@ -48,11 +40,8 @@ def test_equals_plain_operations(kernels, dtype, weighted):
         ):
             routing = routing_of(tokens, topk, global_experts, min(16, global_experts), seed)
             for width in (1, 7, 8, 20, 256, 768, 1000, 2048, 3072, 4104):
-                rows = rows_of(routing, width, dtype)
                 for out in outputs_of(dtype) if width in (20, 3072) else [dtype]:
-                    ours = summed_by(kernels, rows, routing, weighted=weighted, dtype=out)
-                    want = summed_by(PLAIN, rows, routing, weighted=weighted, dtype=out)
-                    assert torch.equal(ours, want), (tokens, topk, width, out)
+                    check_sums(kernels, routing, width, dtype, weighted, out)
 
 
 def test_tokens_without_rows_are_exact_zeros(kernels):
@@ -81,7 +70,7 @@ def test_rows_past_two_to_the_31_elements(kernels):
 
 def test_graph_and_no_sync(kernels):
     routing = routing_of(2048, 8, 16, 16)
-    rows = rows_of(routing, 1024, torch.bfloat16)
+    rows = torch.randn((routing.num_rows, 1024), device="cuda").to(torch.bfloat16)
     want = summed_by(kernels, rows, routing, weighted=True).clone()
     with waiting_is_an_error():
         graph, out = captured(lambda: summed_by(kernels, rows, routing, weighted=True))

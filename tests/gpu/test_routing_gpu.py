@@ -1,6 +1,4 @@
-"""Routing metadata on the GPU against the reference on the host: bit for bit, whatever the memory
-held before.
-"""
+"""Routing metadata on the GPU against plain operations: bit for bit, whatever the memory held before."""
 
 from __future__ import annotations
 
@@ -12,13 +10,17 @@ import pytest
 import torch
 from gpu.device import captured, waiting_is_an_error
 from kernels.routing_cases import (
+    PLAIN,
+    assert_same,
     built_by,
+    check_built,
+    check_slot_values,
+    check_sorted,
     corpus,
     distinct_probs,
     moved_by,
     sentinels,
     sorted_by,
-    sorted_corpus,
     topk_of,
 )
 
@@ -26,9 +28,8 @@ from sonicmoe.architectures import ARCHITECTURES
 from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.kernels import routing_metadata_source
 from sonicmoe.routing import backends
-from sonicmoe.routing.build import build_routing, build_sorted_routing, num_rows_bound
+from sonicmoe.routing.build import build_routing, build_sorted_routing
 from sonicmoe.routing.combine import scatter_to_slots
-from sonicmoe.routing.metadata import RoutingMetadata
 
 pytestmark = pytest.mark.gpu
 
@@ -64,40 +65,6 @@ def poisoned():
         yield
 
 
-def expected(indices, probs, num_experts, rows, alignment=128):
-    """The reference's tensors, with padding rows up to `rows`."""
-    built = build_routing(indices.cpu(), probs.cpu(), num_experts, alignment=alignment)
-    tensors = dict(zip(RoutingMetadata.TENSOR_FIELDS, built.tensors(), strict=True))
-    for name, padding in (("row_token", -1), ("row_prob", 0)):
-        missing = rows - len(tensors[name])
-        tensors[name] = torch.nn.functional.pad(tensors[name], (0, missing), value=padding)
-    return tensors, built
-
-
-def assert_equal(routing, tensors, label):
-    for name, want in tensors.items():
-        got = getattr(routing, name)
-        assert got.is_cuda, (label, name)
-        assert got.dtype == want.dtype, (label, name)
-        assert torch.equal(got.cpu(), want), (label, name)
-
-
-def check(indices, num_experts, kernels, label, alignment=128, counts_known=False):
-    """By the chosen kernels where None are given."""
-    probs = distinct_probs(indices, num_experts)
-    rows = num_rows_bound(indices.numel(), num_experts, alignment)
-    tensors, built = expected(indices, probs, num_experts, rows, alignment)
-    counts = list(built.host_counts) if counts_known else None
-    if counts_known:
-        tensors, _ = expected(indices, probs, num_experts, built.num_rows, alignment)
-    given = indices.cuda(), probs.cuda(), num_experts, counts
-    build = build_routing if kernels is None else partial(built_by, kernels)
-    routing = build(*given, alignment=alignment)
-    assert routing.num_rows == (built.num_rows if counts_known else rows), label
-    assert_equal(routing, tensors, label)
-    return routing
-
-
 @pytest.mark.parametrize(
     ("dtype", "counts_known"), [(torch.int32, False), (torch.int64, True)], ids=str
 )
@@ -105,27 +72,20 @@ def test_corpus(kernels, dtype, counts_known, poisoned):
     for number, (name, indices, experts) in enumerate(corpus(scale=20)):
         if dtype == torch.int32 and name == "ids_past_32_bits":
             continue
-        check(indices.to(dtype), experts, kernels, name, 128 << (number % 3), counts_known)
+        valid = indices[(indices >= 0) & (indices < experts)]
+        counts = torch.bincount(valid, minlength=experts).tolist() if counts_known else None
+        on_gpu = indices.to(dtype).cuda()
+        check_built(kernels, on_gpu, experts, name, 128 << (number % 3), counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_in_expert_order(kernels, dtype, poisoned):
-    for name, wide, tokens in sorted_corpus(scale=20):
-        counts = wide.clamp(max=2**31 - 1).to(dtype)
-        probs = distinct_probs(torch.zeros(tokens, 1), 1).reshape(-1)
-        for given in (probs, None):
-            wanted = sorted_by(backends.PlainKernels(), counts, given, tokens)
-            on_gpu = counts.cuda(), None if given is None else given.cuda()
-            with waiting_is_an_error():
-                routing = sorted_by(kernels, *on_gpu, tokens)
-            assert_equal(
-                routing, dict(zip(wanted.TENSOR_FIELDS, wanted.tensors(), strict=True)), name
-            )
+    check_sorted(kernels, dtype, "cuda", scale=20)
 
 
 @functools.cache
 def large_case(name):
-    """(indices, num_experts, probs, the reference's tensors), computed once for all kernels."""
+    """(indices on the GPU, num_experts), made once for all kernels."""
     generator = torch.Generator().manual_seed(len(name))
     if name == "all_on_one":
         indices, experts = torch.full((4_194_304, 1), 3), 8
@@ -140,9 +100,7 @@ def large_case(name):
         tokens, topk, experts = (int(part) for part in name.split("x"))
         local = torch.randint(0, experts + experts // 4 + 1, (tokens, topk), generator=generator)
         indices = sentinels(local, experts, 0)
-    probs = distinct_probs(indices, experts)
-    rows = num_rows_bound(indices.numel(), experts, 128)
-    return indices, experts, probs, expected(indices, probs, experts, rows)[0]
+    return indices.cuda(), experts
 
 
 ALL_LARGE = (
@@ -164,8 +122,7 @@ MOST_USED = ("auto", "triton")
     indirect=["kernels"],
 )
 def test_large(kernels, name, poisoned):
-    indices, experts, probs, tensors = large_case(name)
-    assert_equal(built_by(kernels, indices.cuda(), probs.cuda(), experts), tensors, name)
+    check_built(kernels, *large_case(name), name)
 
 
 def test_repeats_are_bit_equal(kernels):
@@ -187,7 +144,7 @@ def test_graph_replay_follows_its_inputs(kernels):
         probs.copy_(distinct_probs(fresh, 48))
         graph.replay()
         torch.cuda.synchronize()
-        assert_equal(routing, expected(indices, probs, 48, routing.num_rows)[0], seed)
+        assert_same(routing, built_by(PLAIN, indices, probs, 48), seed)
 
 
 def test_never_waits_for_the_gpu(kernels):
@@ -195,9 +152,12 @@ def test_never_waits_for_the_gpu(kernels):
     built_by(kernels, indices, probs, 8)
     routing = build_routing(indices, probs, 8)
     scatter_to_slots(routing.row_prob, routing)
+    counts = torch.full((8,), 1024, device="cuda")
+    sorted_by(kernels, counts, None, 8192)
     with waiting_is_an_error():
         routing = built_by(kernels, indices, probs, 8)
         built_by(kernels, indices, probs, 8, [8192] * 8)
+        sorted_by(kernels, counts, None, 8192)
         moved_by(kernels, routing.row_prob, routing.slot_row)
         scatter_to_slots(routing.row_prob, routing)
         build_routing(indices, probs, 8)
@@ -205,15 +165,7 @@ def test_never_waits_for_the_gpu(kernels):
 
 def test_slot_values(kernels, poisoned):
     for name, indices, experts in corpus(scale=20):
-        routing = check(indices, experts, kernels, name)
-        slots, rows = torch.randn(tuple(indices.shape)).cuda(), torch.randn(routing.num_rows).cuda()
-        rows[routing.row_slot < 0] = float("nan")
-        plain = backends.PlainKernels()
-        flat, row_slot = slots.reshape(-1), routing.row_slot
-        assert torch.equal(moved_by(kernels, flat, row_slot), moved_by(plain, flat, row_slot))
-        ds = moved_by(kernels, rows, routing.slot_row)
-        assert torch.equal(ds, moved_by(plain, rows, routing.slot_row)), name
-        assert bool((ds[routing.slot_row < 0] == 0).all()), name
+        check_slot_values(kernels, check_built(kernels, indices.cuda(), experts, name), name)
 
 
 @pytest.mark.large

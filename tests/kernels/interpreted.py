@@ -8,28 +8,22 @@ import sys
 
 import torch
 from kernels.routing_cases import (
+    PLAIN,
     built_by,
+    check_built,
+    check_slot_values,
+    check_sorted,
+    check_sums,
     corpus,
-    distinct_probs,
-    moved_by,
     sorted_by,
-    sorted_corpus,
-    summed_by,
 )
 from kernels.triton_interpreter import repair
 
 repair()
 
-from sonicmoe.routing.backends import PlainKernels, TritonKernels  # noqa: E402
+from sonicmoe.routing.backends import TritonKernels  # noqa: E402
 
-TRITON, PLAIN = TritonKernels(), PlainKernels()
-
-
-def both(indices, probs, num_experts, counts=None, alignment=128):
-    return [
-        built_by(kernels, indices, probs, num_experts, counts, alignment)
-        for kernels in (TRITON, PLAIN)
-    ]
+TRITON = TritonKernels()
 
 
 def metadata_and_slot_values() -> int:
@@ -43,15 +37,9 @@ def metadata_and_slot_values() -> int:
         for dtype in (torch.int64, torch.int32):
             if dtype == torch.int32 and (name == "ids_past_32_bits" or experts > 32):
                 continue
-            given = indices.to(dtype), distinct_probs(indices, experts), experts
-            ours, plain = both(*given, alignment=128 << (checked % 3))
-            for field, one, other in zip(
-                ours.TENSOR_FIELDS, ours.tensors(), plain.tensors(), strict=True
-            ):
-                assert one.dtype == other.dtype, (name, field)
-                assert torch.equal(one, other), (name, field)
+            ours = check_built(TRITON, indices.to(dtype), experts, name, 128 << (checked % 3))
             if dtype == torch.int64 and experts <= 64:
-                slot_values(name, indices, ours)
+                check_slot_values(TRITON, ours, name)
             checked += 1
     return checked
 
@@ -59,7 +47,8 @@ def metadata_and_slot_values() -> int:
 def counts_too_small() -> int:
     """Rows that do not fit are dropped: nothing is written out of bounds, and no slot points there."""
     indices = torch.zeros((300, 1), dtype=torch.int64)
-    for routing in both(indices, torch.ones(300, 1), 2, (127, 1)):
+    for kernels in (TRITON, PLAIN):
+        routing = built_by(kernels, indices, torch.ones(300, 1), 2, (127, 1))
         assert routing.num_rows == 256
         assert int(routing.slot_row.max()) == 255
         assert int((routing.slot_row < 0).sum()) == 44
@@ -68,49 +57,20 @@ def counts_too_small() -> int:
 
 
 def sorted_rows() -> int:
-    """Rows in expert order, with probabilities and without. 33 experts have the idle lanes of more,
-    whose worst case the interpreter takes a minute for.
-    """
-    for name, counts, tokens in sorted_corpus():
-        if counts.numel() > 33:
-            continue
-        probs = distinct_probs(torch.zeros(tokens, 1), 1).reshape(-1)
-        for given in (probs, None):
-            ours, plain = (sorted_by(kernels, counts, given, tokens) for kernels in (TRITON, PLAIN))
-            for field, one, other in zip(
-                ours.TENSOR_FIELDS, ours.tensors(), plain.tensors(), strict=True
-            ):
-                assert torch.equal(one, other), (name, field)
+    """33 experts have the idle lanes of more, whose worst case the interpreter takes a minute for."""
+    check_sorted(TRITON, torch.int64, "cpu", most=33)
     dropped = sorted_by(TRITON, torch.tensor([200, 1]), None, 201, (127, 1))
     assert dropped.num_rows == 256 and int(dropped.slot_row.max()) == 199
     return 1
 
 
-def slot_values(name, indices, ours) -> None:
-    slots = torch.randn(tuple(indices.shape), generator=torch.Generator().manual_seed(7))
-    rows = torch.randn(ours.num_rows, generator=torch.Generator().manual_seed(8))
-    rows[ours.row_slot < 0] = float("nan")
-    flat = slots.reshape(-1)
-    moved, wanted = (moved_by(kernels, flat, ours.row_slot) for kernels in (TRITON, PLAIN))
-    assert torch.equal(moved, wanted), name
-    ds = moved_by(TRITON, rows, ours.slot_row)
-    assert torch.equal(ds, moved_by(PLAIN, rows, ours.slot_row)), name
-    assert bool((ds[ours.slot_row < 0] == 0).all()), name
-
-
 def aggregation() -> int:
-    generator = torch.Generator().manual_seed(9)
-    indices = torch.randint(-3, 6, (40, 5), generator=generator)
-    routing, _ = both(indices, distinct_probs(indices, 5), 5)
+    indices = torch.randint(-3, 6, (40, 5), generator=torch.Generator().manual_seed(9))
+    routing = check_built(TRITON, indices, 5)
     for width in (1, 24, 1030):
-        exact = torch.randn(routing.num_rows, width, generator=generator)
-        exact[routing.row_slot < 0] = float("nan")
         for dtype in (torch.float32, torch.bfloat16):
             for weighted in (True, False):
-                rows = exact.to(dtype)
-                ours = summed_by(TRITON, rows, routing, weighted=weighted)
-                plain = summed_by(PLAIN, rows, routing, weighted=weighted)
-                assert torch.equal(ours, plain), (width, dtype, weighted)
+                check_sums(TRITON, routing, width, dtype, weighted)
     return 1
 
 

@@ -1,5 +1,5 @@
-"""Inputs of the routing contract, shared by the interpreter's and the GPU's tests: every kind that
-the contract calls ordinary.
+"""Inputs of the routing contract, every kind that it calls ordinary, and kernels beside plain operations
+on them, bit for bit: shared by the tests on a host, in Triton's interpreter and on a GPU.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import torch
 
+from sonicmoe.routing.backends import PlainKernels
 from sonicmoe.routing.build import num_rows_bound
 
 Case = tuple[str, torch.Tensor, int]
+PLAIN = PlainKernels()
 
 
 def distinct_probs(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -18,7 +20,7 @@ def distinct_probs(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
     nothing is routed.
     """
     size = indices.shape[0] * indices.shape[1]
-    parts = (torch.arange(size, dtype=torch.float64) + 1).div(size + 1)
+    parts = (torch.arange(size, dtype=torch.float64, device=indices.device) + 1).div(size + 1)
     probs = parts.to(torch.float32).reshape(indices.shape)
     valid = (indices >= 0) & (indices < num_experts)
     return torch.where(valid, probs, torch.full_like(probs, float("nan")))
@@ -105,3 +107,55 @@ def sorted_corpus(scale: int = 1) -> Iterator[tuple[str, torch.Tensor, int]]:
     yield "all on one", torch.tensor([0, 0, 700 * scale, 0]), 700 * scale
     yield "more than there are", torch.tensor([100, 2**40, 50]), 300
     yield "below zero", torch.tensor([20, -5, 10]), 40
+
+
+# ---- beside plain operations ----
+
+
+def assert_same(ours, wanted, label):
+    for name, one, other in zip(ours.TENSOR_FIELDS, ours.tensors(), wanted.tensors(), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other), (label, name)
+
+
+def check_built(kernels, indices, experts, label="", alignment=128, counts=None):
+    """The metadata of these kernels."""
+    given = indices, distinct_probs(indices, experts), experts, counts, alignment
+    ours = built_by(kernels, *given)
+    assert_same(ours, built_by(PLAIN, *given), label)
+    return ours
+
+
+def check_sorted(kernels, dtype, device, most=512, scale=1):
+    """Rows in expert order, with probabilities and without."""
+    for name, wide, tokens in sorted_corpus(scale):
+        if wide.numel() > most:
+            continue
+        counts = wide.clamp(max=torch.iinfo(dtype).max).to(device, dtype)
+        probs = distinct_probs(torch.zeros((tokens, 1), device=device), 1).reshape(-1)
+        for given in (probs, None):
+            wanted = sorted_by(PLAIN, counts, given, tokens)
+            assert_same(sorted_by(kernels, counts, given, tokens), wanted, name)
+
+
+def check_slot_values(kernels, routing, label=""):
+    """Values of slots to rows, and of rows back, where padding rows hold NaN."""
+    generator = torch.Generator().manual_seed(7)
+    slots = torch.randn(routing.slot_row.numel(), generator=generator)
+    rows = torch.randn(routing.num_rows, generator=generator)
+    slots, rows = (values.to(routing.slot_row.device) for values in (slots, rows))
+    rows[routing.row_slot < 0] = float("nan")
+    for values, index in ((slots, routing.row_slot), (rows, routing.slot_row)):
+        moved = moved_by(kernels, values, index)
+        assert torch.equal(moved, moved_by(PLAIN, values, index)), label
+        assert bool((moved[index < 0] == 0).all()), label
+
+
+def check_sums(kernels, routing, width, dtype, weighted, out=None):
+    """Rows of tokens, of random values; padding rows are NaN, which no result may show."""
+    generator = torch.Generator(routing.slot_row.device).manual_seed(9)
+    shape, device = (routing.num_rows, width), routing.slot_row.device
+    rows = torch.randn(shape, generator=generator, device=device).to(dtype)
+    rows[routing.row_slot < 0] = float("nan")
+    options = {"weighted": weighted, "dtype": out or dtype}
+    ours, wanted = (summed_by(each, rows, routing, **options) for each in (kernels, PLAIN))
+    assert torch.equal(ours, wanted), (width, dtype, weighted, out)
