@@ -98,15 +98,25 @@ def freeze_weight(module: nn.Module, name: str, layout: WeightLayout, index: int
     assert weight is not None
     need_values(name, weight, module)
     local = _local(weight)
-    # Expert parallelism sets the number to that of its own part, whose experts are whole.
-    held, believed = int(local.shape[0]), getattr(module, "num_experts", None)
-    words = f"{name} of {kind} is a DTensor with {held} of {believed} experts on this rank"
-    is_whole = local is weight or held == believed
-    expect(is_whole, LayoutError, f"{words}; needed: freeze_experts before fully_shard")
+    if local is not weight:
+        _check_divided(weight, int(local.shape[0]), module, f"{name} of {kind}")
     need_whole(name, local, module)
     codes, rounding = to_codes(local, layout, index)
     put_codes(module, name, codes, layout, index, like=weight)
     return rounding
+
+
+def _check_divided(weight: Any, held: int, module: nn.Module, whose: str) -> None:
+    """Refuse a DTensor of which this rank has not all of its own experts, whole."""
+    # Expert parallelism sets the number to that of its own part.
+    believed = getattr(module, "num_experts", None)
+    is_along_experts = all(getattr(placement, "dim", 0) == 0 for placement in weight.placements)
+    words = (
+        f"{whose} is a DTensor {weight.placements} with {held} of {believed} experts on this rank"
+    )
+    needed = "whole experts: freeze_experts before fully_shard, or ep_size in place of tp_size"
+    is_whole = held == believed and is_along_experts
+    expect(is_whole, LayoutError, f"{words}; needed: {needed}")
 
 
 def _local(tensor: Any) -> Tensor:
@@ -127,6 +137,12 @@ def _divided(local: Tensor, like: Any) -> Tensor:
         shape=shape,
         stride=local.stride(),
     )
+
+
+def _viewed(tensor: Any, dtype: torch.dtype, layout: WeightLayout = NATIVE) -> Tensor:
+    """The same bytes in another dtype; those of codes in the other shape, too."""
+    # Of this rank's part, because DTensor remembers what a view gives without its dtype.
+    return _divided(_reshaped(_local(tensor).view(dtype), layout), tensor)
 
 
 def put_codes(
@@ -157,8 +173,8 @@ def thaw_weight(module: nn.Module, name: str, dtype: torch.dtype = torch.bfloat1
 def _name_codes(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, (layout, _index) in frozen_in(module).items():
         held, scales = state.pop(prefix + name), state.pop(prefix + scale_name(name))
-        state[f"{prefix}{name}_e4m3"] = _reshaped(held, layout).view(torch.float8_e4m3fn)
-        state[f"{prefix}{name}_scale_inv"] = scales.view(torch.float32)
+        state[f"{prefix}{name}_e4m3"] = _viewed(held, torch.float8_e4m3fn, layout)
+        state[f"{prefix}{name}_scale_inv"] = _viewed(scales, torch.float32)
 
 
 def _take_codes(
@@ -176,6 +192,6 @@ def _take_codes(
         held = state.pop(f"{prefix}{name}_e4m3", None)
         scales = state.pop(f"{prefix}{name}_scale_inv", None)
         if held is not None:
-            state[prefix + name] = _reshaped(held.view(torch.uint8), layout)
+            state[prefix + name] = _viewed(held, torch.uint8, layout)
         if scales is not None:
-            state[prefix + scale_name(name)] = scales.to(torch.float32).view(torch.int32)
+            state[prefix + scale_name(name)] = _viewed(scales.to(torch.float32), torch.int32)

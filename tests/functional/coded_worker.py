@@ -14,7 +14,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -420,18 +421,42 @@ def check_frozen(rank: int) -> None:
         sharded_state = {name: whole(raw(part)) for name, part in codes.state_dict().items()}
         assert sharded_state.keys() == state.keys()
         assert all(torch.equal(raw(part), sharded_state[name]) for name, part in state.items())
+        with shared_folder(rank) as folder:
+            dcp.save(codes.state_dict(), checkpoint_id=folder)
+            with torch.no_grad():
+                for parameter in codes.parameters():
+                    parameter.zero_()
+            assert not torch.equal(gradient(codes), alone)
+            loaded = codes.state_dict()
+            dcp.load(loaded, checkpoint_id=folder)
+            codes.load_state_dict(loaded)
+        assert torch.equal(gradient(codes), alone)
+
+
+@contextmanager
+def shared_folder(rank: int) -> Iterator[str]:
+    """A folder of all ranks."""
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    yield folder[0]
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
 
 
 def check_checkpoints(rank: int) -> None:
     """DCP saves and loads values under stock names; a copy and a pickle of a module have values."""
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
+    with shared_folder(rank) as folder:
+        _check_checkpoints(rank, folder)
+
+
+def _check_checkpoints(rank: int, folder: str) -> None:
     block, other = sharded(moe(5)), Block(moe(5, seed=7))
     fully_shard(other)
-    dcp.save(block.state_dict(), checkpoint_id=folder[0])
+    dcp.save(block.state_dict(), checkpoint_id=folder)
     assert set(block.state_dict()) == set(other.state_dict())
     state = other.state_dict()
-    dcp.load(state, checkpoint_id=folder[0])
+    dcp.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     for mine, its in zip(block.parameters(), other.parameters(), strict=True):
         assert torch.equal(whole(mine), whole(its)) and whole(mine).dtype == BF16
@@ -443,18 +468,15 @@ def check_checkpoints(rank: int) -> None:
     third = Block(moe(5, seed=8))
     fully_shard(third)
     wanted = third(batch(0, rank))
-    dcp.save(third.state_dict(), checkpoint_id=folder[0] + "/third")
+    dcp.save(third.state_dict(), checkpoint_id=folder + "/third")
     state = block.state_dict()
-    dcp.load(state, checkpoint_id=folder[0] + "/third")
+    dcp.load(state, checkpoint_id=folder + "/third")
     assert torch.equal(block(batch(0, rank)), wanted)
     layer = moe()
     gather_codes(layer)
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert not any(isinstance(p.data, ExpertShard) for p in copied.parameters())
         assert torch.equal(copied(batch(0, rank))[0], layer(batch(0, rank))[0])
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(folder[0])
 
 
 def check_refusals(rank: int) -> None:

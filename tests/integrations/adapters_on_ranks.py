@@ -16,7 +16,7 @@ import torch.distributed as dist
 from functional.parallel_worker import FACES, E, H, I, check_results_written_in_place
 from integrations.hf_models import FAMILIES, build, relative_rmse, text
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.distributed import DistributedConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -123,17 +123,20 @@ def check_frozen_experts_are_divided(rank: int, family: str, folder: Path) -> No
 
 
 def check_parts_are_refused(rank: int) -> None:
-    """Codes of a part of the experts would be gathered with scales of another."""
-    layer = build(FAMILIES["qwen3-moe"](1)).model.layers[0]
-    fully_shard(layer)
-    try:
-        freeze_experts(layer)
-    except LayoutError as error:
-        assert "3 of 6 experts on this rank; needed: freeze_experts before fully_shard" in str(
-            error
-        )
-    else:
-        raise AssertionError("frozen")
+    """Codes of a part of the experts would be gathered with scales of another; and a part of each expert
+    has blocks that are not those of the whole.
+    """
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for axis, held in ((0, "3 of 6"), (1, "6 of 6")):
+        layer = build(FAMILIES["qwen3-moe"](1)).model.layers[0]
+        fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p, axis=axis: Shard(axis % p.dim()))
+        words = f"{held} experts on this rank; needed: whole experts: freeze_experts before"
+        try:
+            freeze_experts(layer)
+        except LayoutError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError("frozen")
 
 
 def main() -> None:
