@@ -4,14 +4,10 @@
 
     benchmarks/deepgemm_bench.py --shape reference --shape fine-grained --sustained 2
 
-| column | what |
-|---|---|
-| busy us | kernel time of forward and backward, of single calls |
-| sustained us, J/layer | time and energy per layer of the same steps back to back for seconds |
-| over | that time over DeepGEMM's: what gathering, activating, quantising, routing and aggregating cost |
-
-Two more tables have each GEMM, and with `--turns` the stages of all: medians over so many profiles
-of each, in turns, so that all of them see the same clocks. `--json` prints every figure. Operands are
+The tables are those of `sonicmoe bench`: "(0.92x)" behind a time says that an engine, which also
+gathers, activates, quantises, routes and aggregates, is 0.92 times as fast as the bare GEMMs. Then
+every stage with its floor, and with `--turns` the stages of all: medians over so many profiles of
+each, in turns, so that all of them see the same clocks. `--json` prints every figure. Operands are
 quantised before anything is timed, and a sample of each output is compared with the product of its
 operands.
 """
@@ -30,10 +26,11 @@ from timing import cell, markdown
 
 from sonicmoe.bench import runner
 from sonicmoe.bench.figures import Result
-from sonicmoe.bench.floors import gemm_flop
 from sonicmoe.bench.runner import result_of, time_all, warmed_up
 from sonicmoe.bench.shapes import SHAPES, Shape
+from sonicmoe.bench.tables import result_table, stage_table
 from sonicmoe.bench.workload import Layer, Variant, available_variants, rotating_batches
+from sonicmoe.cli.screen import print_table
 
 NAME = "DeepGEMM (six GEMMs)"
 
@@ -47,8 +44,7 @@ def measure(
     device = "cuda:0"
     layer, batches = Layer(shape, device), rotating_batches(shape, device)
     library, counts = importlib.import_module("deep_gemm"), [batch.counts for batch in batches]
-    six = SixGemms(library, shape, counts, device)
-    runs: dict[int, Any] = {0: six}
+    runs: dict[int, Any] = {0: SixGemms(library, shape, counts, device)}
     results = [Result(shape, NAME, fp8=True, gpu=True)]
     for variant in variants:
         runs[len(results)] = warmed_up(layer, variant, batches)
@@ -75,42 +71,14 @@ def stages_in_turns(
     }
 
 
-def figures(results: list[Result]) -> list[dict[str, Any]]:
-    """Times and energy of every result."""
-    found = []
-    for result in results:
-        row = result.sustained
-        found.append({
-            "engine": result.variant,
-            "busy_us": result.pair_busy,
-            "sustained_us": row.us.median if row else None,
-            "joules": row.joules if row else None,
-        })  # fmt: skip
-    return found
-
-
-def tables(results: list[Result], stages: dict[str, dict[str, float]]) -> str:
-    """Engines beside the GEMMs, busy time and rate of each GEMM, and the stages in turns."""
-    shape, rows = results[0].shape, figures(results)
-    base, flop = rows[0], gemm_flop(results[0].shape)
-
-    def over(row: dict[str, Any], name: str) -> str:
-        known = row[name] and base[name]
-        return cell(row[name] / base[name] if known else None, ".2f")
-
-    engines = (
-        (row["engine"], cell(row["busy_us"]), over(row, "busy_us"), cell(row["sustained_us"]),
-         over(row, "sustained_us"), cell(row["joules"], ".3g"))
-        for row in rows
-    )  # fmt: skip
-    heads = (str(shape), "busy us", "over", "sustained us", "over", "J/layer")
-    gemms = (
-        (name, cell(us), cell(flop[name] / us / 1e6)) for name, us in results[0].stages.items()
-    )
+def show(results: list[Result], stages: dict[str, dict[str, float]]) -> None:
+    """Print engines beside the GEMMs, each GEMM, and the stages in turns."""
+    print_table(result_table(results))
+    print_table(stage_table(results[0]))
     names = dict.fromkeys(name for own in stages.values() for name in own if name)
-    turns = ((name, *(cell(own.get(name)) for own in stages.values())) for name in names)
-    found = [markdown(heads, engines), markdown((NAME, "us", "TFLOPS"), gemms)]
-    return "\n\n".join([*found, *([markdown(("in turns, us", *stages), turns)] if stages else [])])
+    rows = ((name, *(cell(own.get(name)) for own in stages.values())) for name in names)
+    if stages:
+        click.echo(markdown(("in turns, us", *stages), rows))
 
 
 @click.command()
@@ -131,10 +99,10 @@ def main(
         results, stages = measure(SHAPES[name], variants, sustained, layers, turns)
         if as_json:
             every = [result.to_json() for result in results]
-            line = {"machine": timing.machine(), "rows": figures(results), "turns": stages}
-            click.echo(json.dumps({"shape": vars(SHAPES[name]), **line, "results": every}))
+            line = {"machine": timing.machine(), "turns": stages, "results": every}
+            click.echo(json.dumps({"shape": vars(SHAPES[name]), **line}))
         else:
-            click.echo(tables(results, stages))
+            show(results, stages)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,6 @@ from rank_processes import run_ranks, world_size
 from timing import MIB, WARM_UPS, cell
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.bench.timing import trace_of
-from sonicmoe.bench.trace import covered_us, kernels_of, short_name, total_us
 from sonicmoe.distributed_utils import clear_ep_cache
 from sonicmoe.ep import make_dispatcher
 from sonicmoe.jit_warmup import warmup_jit
@@ -145,18 +143,8 @@ class Ranks:
         """ms of a call without a kernel, and us of a call by kernel, on this rank's GPU."""
         contestant.call()
         self.meet()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in range(CALLS):
-                contestant.call()
-            timing.wait(self.device)
-        kernels = kernels_of(trace_of(profiler))
-        if not kernels:  # a CPU, or nobody may profile
-            return {}
-        span = max(k.start + k.us for k in kernels) - kernels[0].start
-        named: dict[str, float] = {}
-        for name, us in total_us(kernels, "name", CALLS).items():
-            named[short_name(name)] = named.get(short_name(name), 0.0) + us
-        return {"idle": (span - covered_us(kernels)) / CALLS / 1e3, "kernels": named}
+        kernels, idle_us = timing.kernel_us(contestant.call, self.device, CALLS)
+        return {"idle": idle_us / 1e3, "kernels": kernels} if kernels else {}
 
 
 def contestants(

@@ -30,7 +30,6 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,6 @@ from timing import GIB, WARM_UPS
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.bench.timing import trace_of
-from sonicmoe.bench.trace import kernels_of, short_name
 from sonicmoe.fsdp import gather_codes
 from sonicmoe.integrations.transformers import register
 
@@ -160,19 +157,14 @@ class Rank:
         figures.gathered = self.gathered.bytes // count
 
     def trace(self, way: str, tokens: int, figures: ShardedFigures) -> None:
-        """Milliseconds of one step, by kernel."""
+        """Microseconds of one step, by kernel."""
         training = self.training(way)
         training.model.set_experts_implementation(WAYS[way][0])
         training.steps(tokens, 1)
-        with torch.profiler.profile() as profiler:
-            training.steps(tokens, 1)
-        found: dict[str, float] = defaultdict(float)
-        for kernel in kernels_of(trace_of(profiler)):
-            found[short_name(kernel.name)] += kernel.us / 1e3
-        figures.kernels = dict(sorted(found.items(), key=lambda each: -each[1]))
-        self.say(f"\n{way}, {tokens} tokens: {sum(found.values()):.1f} ms of kernels")
-        for name, ms in list(figures.kernels.items())[:20]:
-            self.say(f"  {ms:8.2f} ms  {name[:100]}")
+        figures.kernels, _ = timing.kernel_us(lambda: training.steps(tokens, 1), self.device, 1)
+        self.say(f"\n{way}, {tokens} tokens: {sum(figures.kernels.values()):.0f} us of kernels")
+        for name, us in list(figures.kernels.items())[:20]:
+            self.say(f"  {us:10.0f} us  {name}")
 
     def measure(self, tokens: int) -> dict[str, ShardedFigures]:
         """Rounds of all ways in turns; the first ones only warm up. A way that fails in those is left

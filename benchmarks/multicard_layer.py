@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +151,7 @@ class World:
         y = dispatcher.combine(out, received.handle)
         y.backward(batch.dout)
         node.step()
-        up, down = (torch.stack([weight.main_grad for weight in half]) for half in self._weights)
+        up, down = (weight.main_grad for weight in self._weights)
         found = {"y": y.detach(), "dx": _grad(x), "dweights": _grad(weights)}
         return {**found, "up_gate": up, "down": down}
 
@@ -183,10 +182,11 @@ class World:
         first = self.rank * count if count < self.sizes.experts else 0
         experts = [self._expert(expert) for expert in range(first, first + count)]
         self._weights = [
-            [getattr(e, name).weight for e in experts] for name in ("up_gate_proj", "down_proj")
+            torch.nn.Parameter(torch.stack(half)) for half in zip(*experts, strict=True)
         ]
-        sizes = count, self.sizes.hidden, self.sizes.intermediate
-        return SonicMoEMlpNode(experts, *sizes, config=self._config(precision))
+        for weight in self._weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        return SonicMoEMlpNode.from_fused(*self._weights, config=self._config(precision))
 
     def _config(self, precision: str) -> SonicMoEConfig:
         """On a GPU with the engine by name: another one in its place would be checked and timed
@@ -195,21 +195,15 @@ class World:
         mode, engine = PRECISIONS[precision]
         return SonicMoEConfig(fp8_mode=mode, engine=engine if self.on_gpu else "reference")
 
-    def _expert(self, expert: int) -> SimpleNamespace:
+    def _expert(self, expert: int) -> list[Tensor]:
+        """The weights of an expert, the same on any rank."""
         generator = torch.Generator(self.device).manual_seed(1000 + expert)
         hidden, width = self.sizes.hidden, self.sizes.intermediate
-
-        def weight(rows: int, columns: int) -> torch.nn.Parameter:
-            values = torch.randn(rows, columns, generator=generator, device=self.device)
-            values *= rows**-0.5
-            made = torch.nn.Parameter(values.to(torch.bfloat16))
-            made.main_grad = torch.zeros(rows, columns, device=self.device)
-            return made
-
-        return SimpleNamespace(
-            up_gate_proj=SimpleNamespace(weight=weight(hidden, 2 * width)),
-            down_proj=SimpleNamespace(weight=weight(width, hidden)),
+        made = (
+            torch.randn(size, generator=generator, device=self.device) * size[0] ** -0.5
+            for size in ((hidden, 2 * width), (width, hidden))
         )
+        return [values.to(torch.bfloat16) for values in made]
 
     def _batch(self, sizes: LayerSizes, rank: int, idle: bool = False) -> Batch:
         """Routing is uneven (low ids are likelier) and a tenth of the slots is dropped.

@@ -7,17 +7,15 @@ backward.
 
 | column | what |
 |---|---|
-| wall | microseconds of a layer, forward and backward, by the host's clock over rows of steps |
-| host | until the host had launched them |
-| GPU | time by the device's clock, launched ahead: what the GPU needs |
+| wall | microseconds of a layer, forward and backward, by the host's clock over rows of eight steps |
+| host | until the host had launched one of five steps |
+| GPU | in which the GPU worked, from the profiler |
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import timing
@@ -28,15 +26,7 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 LAYERS, HIDDEN, INNER, TOPK = 8, 3072, 1536, 8
 FINE = 2048, 768  # H and I from 128 experts on
-STEPS, ROUNDS = 10, 7
-
-
-class Row(NamedTuple):
-    """Microseconds of one layer."""
-
-    wall: float
-    host: float
-    gpu: float
+ROUNDS, BURSTS = 7, 3
 
 
 def nodes_of(experts: int, hidden: int, inner: int) -> list[SonicMoEMlpNode]:
@@ -53,53 +43,28 @@ def nodes_of(experts: int, hidden: int, inner: int) -> list[SonicMoEMlpNode]:
     return made
 
 
-class Stack:
-    """Layers in a row, and a batch. ends: whether every call ends with the node's own step."""
+def stack(tokens: int, experts: int, ends: bool) -> timing.Way:
+    """Forward through all layers, and one backward; ends: whether every node's own step follows."""
+    hidden, inner = FINE if experts >= 128 else (HIDDEN, INNER)
+    nodes = nodes_of(experts, hidden, inner)
+    first = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16).requires_grad_()
+    ids = torch.rand(tokens, experts, device="cuda").topk(TOPK, 1).indices
+    probs = torch.rand(ids.shape, device="cuda").requires_grad_()
+    dout = torch.randn_like(first)
 
-    def __init__(
-        self, nodes: list[SonicMoEMlpNode], x: torch.Tensor, ids: torch.Tensor, ends: bool
-    ) -> None:
-        self._nodes, self._x, self._ids, self._ends = nodes, x.requires_grad_(), ids, ends
-        self._probs = torch.rand(ids.shape, device="cuda").requires_grad_()
-        self._dout = torch.randn_like(x)
+    def clear() -> None:
+        first.grad = probs.grad = None
 
-    def step(self) -> None:
-        """Forward through all, and one backward."""
-        x = self._x
-        for node in self._nodes:
-            x = node(x, None, self._ids, self._probs)
-        self._x.grad = self._probs.grad = None
-        x.backward(self._dout)
-        for node in self._nodes if self._ends else ():
+    def step() -> None:
+        x = first
+        for node in nodes:
+            x = node(x, None, ids, probs)
+        clear()
+        x.backward(dout)
+        for node in nodes if ends else ():
             node.step()
 
-    def timed(self) -> tuple[float, float, float]:
-        """Wall, host and GPU microseconds of a layer, over a row of steps."""
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            self.step()
-        host = time.perf_counter() - begin
-        torch.cuda.synchronize()
-        wall = time.perf_counter() - begin
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(40_000_000)  # the host launches behind it
-        start.record()
-        self.step()
-        end.record()
-        torch.cuda.synchronize()
-        count = STEPS * LAYERS
-        return 1e6 * wall / count, 1e6 * host / count, 1e3 * start.elapsed_time(end) / LAYERS
-
-
-def measure(tokens: int, experts: int, ends: bool) -> Row:
-    """Medians of the rounds of one shape."""
-    hidden, inner = FINE if experts >= 128 else (HIDDEN, INNER)
-    x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
-    ids = torch.rand(tokens, experts, device="cuda").topk(TOPK, 1).indices
-    stack = Stack(nodes_of(experts, hidden, inner), x, ids, ends)
-    rounds = [stack.timed() for _ in range(ROUNDS + timing.WARM_UPS)][timing.WARM_UPS :]
-    return Row(*map(statistics.median, zip(*rounds, strict=True)))
+    return timing.Way(step, step, clear)
 
 
 @click.command(help=__doc__)
@@ -111,12 +76,14 @@ def main(
     tokens: tuple[int, ...], experts: tuple[int, ...], ends: bool, json_file: Path | None
 ) -> None:
     """Measure and print."""
-    timing.device_of(quick=False)
+    device = timing.device_of(quick=False)
     figures: dict[str, Any] = {}
     for count in experts:
         for size in tokens:
-            row = measure(size, count, ends)
-            figures[f"{size}, {count}"] = row._asdict()
+            ways = {"": stack(size, count, ends)}
+            (found,) = timing.measured(ways, device, ROUNDS, BURSTS).values()
+            names = {"wall": "wall", "host": "host", "gpu": "busy"}
+            figures[f"{size}, {count}"] = {key: found[of] / LAYERS for key, of in names.items()}
     rows = ((name, *map(timing.cell, row.values())) for name, row in figures.items())
     click.echo(timing.markdown(("T, E", "wall", "host", "GPU"), rows))
     timing.write_figures(json_file, **figures)
