@@ -2,7 +2,7 @@
 """How long a first step takes while kernels are compiled: one process, both engines, all ranks of a
 host at once, and a warm start.
 
-    python benchmarks/cold_start.py [--ranks 8] [--E 8 --H 3072 --I 1536] [--json]
+    python benchmarks/cold_start.py [--ranks 8] [--E 8 --H 3072 --I 1536]
 
 Every figure begins with an empty temporary cache directory. A step is forward, backward and
 gradients of the node, in a process that has imported the framework and made its weights; its time
@@ -145,18 +145,13 @@ def measure(sizes: tuple[int, int, int], ranks: int, show: Callable[[str, float]
 @click.option("--H", "hidden", default=3072, show_default=True, help="Hidden size.")
 @click.option("--I", "inner", default=1536, show_default=True, help="Expert intermediate size.")
 @click.option("--ranks", default=8, show_default=True, help="Processes of one host at once.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-def main(experts: int, hidden: int, inner: int, ranks: int, as_json: bool) -> None:
+def main(experts: int, hidden: int, inner: int, ranks: int) -> None:
     """Measure and print."""
-    figures: dict[str, float] = {}
 
     def show(name: str, seconds: float) -> None:
-        figures[name] = round(seconds, 2)
-        click.echo(f"{name:<42} {seconds:7.1f} s", err=as_json)
+        click.echo(f"{name:<42} {seconds:7.1f} s")
 
     measure((experts, hidden, inner), ranks, show)
-    if as_json:
-        click.echo(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ L = E / W experts of a rank, R rows received.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ from timing import backend_of
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.enums import ActivationType
-from sonicmoe.ep import Dispatched, Dispatcher, make_dispatcher
+from sonicmoe.ep import Dispatched, Dispatcher
 from sonicmoe.ep.select import KINDS
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
@@ -32,6 +31,7 @@ PRECISIONS = {
     "fp8": ("perf", "hopper", False),
     "fp8-rows": ("perf", "hopper", True),
 }
+MAX_LOAD = 1.5
 # Public since PyTorch 2.10.
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
@@ -224,14 +224,12 @@ def gate_first(dw1: Tensor) -> Tensor:
 class OurExperts:
     """The node on copies of the layer's weights, with fp32 `main_grad`."""
 
-    def __init__(self, layer: Layer, precision: str, accumulate: int) -> None:
-        """accumulate: calls between two optimizer steps."""
+    def __init__(self, layer: Layer, precision: str) -> None:
         self.weights = [torch.nn.Parameter(weight) for weight in native_copies(layer)]
         for weight in self.weights:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
         config = config_of(precision, layer.device)
         self._node = SonicMoEMlpNode.from_native(*self.weights, config=config)
-        self._accumulate, self._calls = accumulate, 0
 
     def __call__(self, tokens: Dispatched) -> Tensor:
         """`[R, H]`."""
@@ -240,9 +238,7 @@ class OurExperts:
 
     def end_call(self) -> None:
         """Behind every backward."""
-        self._calls += 1
-        if self._calls % self._accumulate == 0:
-            self._node.step()  # FP8 quantises the weights anew
+        self._node.step()  # FP8 quantises the weights anew
 
     def clear(self) -> None:
         """Zeros in `main_grad`."""
@@ -309,13 +305,12 @@ def our_operator(layer: Layer, name: str, options: dict[str, Any], precision: st
     return Contestant(name, call, results)
 
 
-def ways(max_load: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def ways() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every transport that `make_dispatcher` offers, waiting for counts and not: its name, and
     options.
     """
-    found: dict[str, dict[str, Any]] = {"waiting": {}, "no wait": {"wait_for_counts": False}}
-    if "max_load" in inspect.signature(make_dispatcher).parameters:
-        found[f"load {max_load:g}"] = {"wait_for_counts": False, "max_load": max_load}
+    bounded = {"wait_for_counts": False, "max_load": MAX_LOAD}
+    found = {"waiting": {}, "no wait": {"wait_for_counts": False}, f"load {MAX_LOAD}": bounded}
     for kind in KINDS:
         for way, options in found.items():
             if kind not in ("auto", "local"):

@@ -3,7 +3,7 @@
 layer is compiled and a unit of its own. One process per GPU; the ways take turns.
 
     benchmarks/fsdp_bench.py --json a.json                             # all GPUs, 4,096 and 16,384 tokens each
-    torchrun --nproc-per-node 2 benchmarks/fsdp_bench.py --layers 4 --trace
+    torchrun --nproc-per-node 2 benchmarks/fsdp_bench.py --layers 4
     benchmarks/fsdp_bench.py --way stock --way codes --way "codes, one order"
     benchmarks/fsdp_bench.py --quick                                   # tiny, two CPU ranks: is it right?
 
@@ -21,8 +21,7 @@ layer is compiled and a unit of its own. One process per GPU; the ways take turn
 | peak GiB | of a step on this GPU, without the parameters and AdamW's state of the other models |
 | loss | of the last step, on this rank |
 
-Values and codes need models of their own, with equal weights at the beginning. `--trace` prints the
-kernels that take the most time of one step.
+Values and codes need models of their own, with equal weights at the beginning.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +55,7 @@ WAYS: dict[str, tuple[str, SonicMoEConfig | None]] = {
     "codes, one order": ("sonicmoe_fp8", SonicMoEConfig(fp8_mode="perf", iso_weight=True)),
 }
 DEFAULT = ("stock", "bf16", "fp8", "codes")
+VOCABULARY = 32000
 OF_A_LAYER = 5  # inputs of an all-gather, at least; embeddings, norm and head are three
 
 
@@ -83,22 +83,20 @@ class ShardedFigures(Figures):
     """What was found about one way and one number of tokens."""
 
     gathered: int = 0
-    kernels: dict[str, float] = field(default_factory=dict)
 
 
 class Sharded(Training):
     """A sharded model, whose `resident` bytes are its parameters, AdamW's state and codes of shards."""
 
     def __init__(
-        self, gathered: Gathered, codes: SonicMoEConfig | None, layers: int, vocabulary: int,
-        masters: bool, device: str,
-    ) -> None:  # fmt: skip
+        self, gathered: Gathered, codes: SonicMoEConfig | None, layers: int, device: str
+    ) -> None:
         """codes: the configuration under which codes are gathered; None: values."""
         self.gathered, self.codes, self.resident, self._has_state = gathered, codes, 0, False
         config = config_of(layers, device == "cpu")
-        config.vocab_size = min(config.vocab_size, vocabulary)
+        config.vocab_size = min(config.vocab_size, VOCABULARY)
         before = _allocated(device)
-        super().__init__(config, device, True, torch.float32 if masters else torch.bfloat16)
+        super().__init__(config, device, compiled=True)
         self.resident = _allocated(device) - before
 
     def prepare(self) -> None:
@@ -142,9 +140,9 @@ class Rank:
         """The model of this way; ways on values share one."""
         _, config = WAYS[way]
         if config not in self.trainings:
-            given = self.gathered, config, self.options["layers"], self.options["vocabulary"]
             self.say(f"a model for {way} ...")
-            self.trainings[config] = Sharded(*given, self.options["masters"], str(self.device))
+            given = self.gathered, config, self.options["layers"], str(self.device)
+            self.trainings[config] = Sharded(*given)
             gc.collect()
             if self.on_gpu:
                 torch.cuda.empty_cache()
@@ -155,16 +153,6 @@ class Rank:
         training = self.training(way)
         training.timed(WAYS[way][0], tokens, count, figures)
         figures.gathered = self.gathered.bytes // count
-
-    def trace(self, way: str, tokens: int, figures: ShardedFigures) -> None:
-        """Microseconds of one step, by kernel."""
-        training = self.training(way)
-        training.model.set_experts_implementation(WAYS[way][0])
-        training.steps(tokens, 1)
-        figures.kernels, _ = timing.kernel_us(lambda: training.steps(tokens, 1), self.device, 1)
-        self.say(f"\n{way}, {tokens} tokens: {sum(figures.kernels.values()):.0f} us of kernels")
-        for name, us in list(figures.kernels.items())[:20]:
-            self.say(f"  {us:10.0f} us  {name}")
 
     def measure(self, tokens: int) -> dict[str, ShardedFigures]:
         """Rounds of all ways in turns; the first ones only warm up. A way that fails in those is left
@@ -192,9 +180,6 @@ class Rank:
         for way, figures in found.items():
             others = (t for t in self.trainings.values() if t is not self.training(way))
             figures.peak -= sum(other.resident for other in others)
-        if self.options["trace"] and self.on_gpu:
-            for way, figures in found.items():
-                self.trace(way, tokens, figures)
         return found
 
 
@@ -234,13 +219,10 @@ def run_rank(
 @click.option("--layers", type=click.IntRange(1), default=6, show_default=True)
 @click.option("--tokens", type=click.IntRange(1), multiple=True, default=(4096, 16384),
               show_default=True, help="Of a step and a GPU; several times for several sizes.")  # fmt: skip
-@click.option("--vocabulary", type=click.IntRange(1), default=32000, show_default=True)
-@click.option("--masters", is_flag=True, help="Parameters in fp32, gathered in bf16.")
 @click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), default=DEFAULT,
               show_default=True)  # fmt: skip
 @timing.rounds_option()
 @click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Of a round.")
-@click.option("--trace", is_flag=True, help="Kernels of one step.")
 @click.option("--ranks", type=click.IntRange(1), help="All GPUs; 2 with --quick.")
 @timing.quick_option
 @timing.json_option

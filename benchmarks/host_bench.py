@@ -69,13 +69,11 @@ def _several(name: str, kept: str, default: Any, kind: Any, text: str) -> Any:
 @_several("--face", "faces", "node", click.Choice([*NODE_FACES, "MoE", *MODULE_FACES]), "Whose layer")  # fmt: skip
 @_several("--precision", "precisions", "fp8", click.Choice(["fp8", "bf16"]),
           "FP8 on engine hopper, BF16 on engine bf16")  # fmt: skip
-@click.option("--flush", type=click.Choice(["auto", "step"]), default="auto", show_default=True,
-              help="A node's weight gradients straight into main_grad, or into accumulators.")  # fmt: skip
 @click.option("--profile", is_flag=True, help="Print where Python's part goes, with a profiler's own cost.")  # fmt: skip
 @click.option("--count", is_flag=True, help="Count calls of functions, and print them as JSON.")
 def main(
     framework: str, experts: tuple[int, ...], tokens: int, steps: int, faces: tuple[str, ...],
-    precisions: tuple[str, ...], flush: str, profile: bool, count: bool,
+    precisions: tuple[str, ...], profile: bool, count: bool,
 ) -> None:  # fmt: skip
     """Time steps, count their calls or profile them, and print."""
     if framework == "paddle":  # before anything of sonicmoe is imported
@@ -89,7 +87,7 @@ def main(
     for precision, face, local in itertools.product(precisions, faces, experts):
         is_fp8, sizes = precision == "fp8", (local, tokens)
         if face in NODE_FACES:
-            step = node_step(*sizes, is_fp8, face, flush)
+            step = node_step(*sizes, is_fp8, face)
         elif face == "MoE":
             step = moe_step(*sizes, is_fp8)
         else:

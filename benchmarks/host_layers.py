@@ -14,7 +14,7 @@ HIDDEN, INNER, TOPK = 3328, 64, 8
 Step = Callable[[], None]
 
 
-def node_step(experts: int, tokens: int, is_fp8: bool, face: str, flush: str) -> Step:
+def node_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Step:
     """A step of a node in PyTorch or in Paddle's torch proxy; see `host_bench.py` for its faces."""
     from sonicmoe.interop import torch
 
@@ -25,7 +25,7 @@ def node_step(experts: int, tokens: int, is_fp8: bool, face: str, flush: str) ->
         return weight
 
     up, down = (HIDDEN, 2 * INNER), (INNER, HIDDEN)
-    node, weights = make_node(parameter, (up, down), experts, face == "stacked", is_fp8, flush)
+    node, weights = make_node(parameter, (up, down), experts, face == "stacked", is_fp8)
     indices = torch.rand([tokens, experts]).argsort(1)[:, :TOPK]
     counts = torch.bincount(indices.reshape([-1]), minlength=experts).tolist()
     x, dout = (torch.randn([tokens, HIDDEN]).to(torch.bfloat16) for _ in range(2))
@@ -55,12 +55,7 @@ def node_step(experts: int, tokens: int, is_fp8: bool, face: str, flush: str) ->
 
 
 def make_node(
-    parameter: Callable[..., Any],
-    shapes: Any,
-    experts: int,
-    stacked: bool,
-    is_fp8: bool,
-    flush: str,
+    parameter: Callable[..., Any], shapes: Any, experts: int, stacked: bool, is_fp8: bool
 ) -> tuple[Any, list[Any]]:
     """A node on two parameters of each expert or of all experts, and these."""
     from sonicmoe import SonicMoEConfig
@@ -68,10 +63,9 @@ def make_node(
     from sonicmoe.interop import torch
 
     config = SonicMoEConfig(fp8_mode="perf" if is_fp8 else "off")
-    options: dict[str, Any] = {"config": config, "flush": flush}
     if stacked:
         weights = [parameter(experts, *shape) for shape in shapes]
-        return SonicMoEMlpNode.from_fused(*weights, **options), weights
+        return SonicMoEMlpNode.from_fused(*weights, config=config), weights
     weights, modules = [], []
     for _ in range(experts):
         modules.append(torch.nn.Module())
@@ -80,7 +74,7 @@ def make_node(
             projection.weight = parameter(*shape)
             setattr(modules[-1], name, projection)
             weights.append(projection.weight)
-    return SonicMoEMlpNode(modules, experts, HIDDEN, INNER, **options), weights
+    return SonicMoEMlpNode(modules, experts, HIDDEN, INNER, config=config), weights
 
 
 def moe_step(experts: int, tokens: int, is_fp8: bool) -> Step:

@@ -97,13 +97,11 @@ class Plan:
     steps: int
     orders: int
     seed: int
-    batch: int
     evaluate_every: int
     schedule: int = 0  # steps of the learning rate; 0: as many as the longest run has
 
-    @property
-    def sizes(self) -> ModelConfig:
-        return PRESETS[self.preset][0]
+    def __post_init__(self) -> None:
+        self.sizes, self.batch = PRESETS[self.preset]
 
     def place(self, point: int, order: int) -> int:
         """The first window of a branch: order 0 goes on where the trunk was, every other one has
@@ -123,7 +121,6 @@ class Lab:
     text: Text
     held_out: int  # windows
     device: str
-    compiled: bool
     out: Path
     deadline: float
     seconds: dict[str, float] = field(default_factory=dict)  # of a step, by kind
@@ -135,7 +132,7 @@ class Lab:
         plan = self.plan
         length = plan.sizes.seq_len + 1
         self.windows = Windows(self.text, length, self.held_out, plan.seed, self.device)
-        decoder = Decoder(plan.sizes, plan.seed, self.device, experts_of("bf16"), self.compiled)
+        decoder = Decoder(plan.sizes, plan.seed, self.device, experts_of("bf16"))
         schedule = plan.schedule or max(plan.points) + plan.steps
         self.training = Training(decoder, TrainConfig(steps=schedule, lr=2e-4))
         count = sum(p.numel() for p in self.training.parameters)
@@ -284,18 +281,16 @@ def shared(kinds: str, steps: int, held_out: float) -> list:
         click.option("--preset", type=click.Choice(list(PRESETS)), default="420m", show_default=True),
         click.option("--kinds", callback=names, default=kinds, show_default=True),
         click.option("--steps", type=click.IntRange(2), default=steps, show_default=True),
-        click.option("--batch", type=click.IntRange(1), help="Sequences of a step, in place of the preset's."),
         click.option("--held-out", type=float, default=held_out, show_default=True, help="MB."),
         click.option("--minutes", type=float, default=9.3, show_default=True, help="From the start of the program."),
         click.option("--data", type=click.Path(path_type=Path, exists=True), multiple=True,
                      help="Files and directories with sources.  [default: this Python and its packages]"),
-        click.option("--compile/--no-compile", "compiled", default=True, show_default=True, help="By Inductor, on a GPU."),
         click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True),
         click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True),
     ]  # fmt: skip
 
 
-def train(plans: list[Plan], device: str, compiled: bool, held_out: float, minutes: float,
+def train(plans: list[Plan], device: str, held_out: float, minutes: float,
           data: Sequence[Path], out: Path) -> None:  # fmt: skip
     """Every plan in turn, on one text, while there is time; the exit code says whether all ran."""
     deadline = STARTED + 60 * minutes
@@ -308,9 +303,7 @@ def train(plans: list[Plan], device: str, compiled: bool, held_out: float, minut
     click.echo(f"held out: {batches * plans[0].batch * length / 1e6:.2f} MB in {batches} batches")
     missing: list[str] = []
     for plan in plans:
-        lab = Lab(
-            plan, text, batches * plan.batch, device, compiled and device == "cuda", out, deadline
-        )
+        lab = Lab(plan, text, batches * plan.batch, device, out, deadline)
         click.echo(f"{lab.task}, ready after {time.monotonic() - STARTED:.0f} s")
         try:
             lab.train_all()
@@ -339,10 +332,9 @@ def main() -> None:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--schedule", type=click.IntRange(0), default=0,
               help="Steps of the learning rate.  [default: the last point and its branch]")  # fmt: skip
-def branches(trunk, points, orders, seed, schedule, preset, kinds, steps, batch, **rest) -> None:
+def branches(trunk, points, orders, seed, schedule, preset, kinds, steps, **rest) -> None:
     """Train a trunk and branches from its points."""
-    batch = batch or PRESETS[preset][1]
-    plan = Plan(preset, trunk, kinds, points, steps, orders, seed, batch, 0, schedule=schedule)
+    plan = Plan(preset, trunk, kinds, points, steps, orders, seed, 0, schedule)
     train([plan], **rest)
 
 
@@ -350,11 +342,10 @@ def branches(trunk, points, orders, seed, schedule, preset, kinds, steps, batch,
 @click.option("--seeds", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--evaluate-every", type=click.IntRange(1), default=1000, show_default=True)
-def pairs(seeds, first_seed, evaluate_every, preset, kinds, steps, batch, **rest) -> None:
+def pairs(seeds, first_seed, evaluate_every, preset, kinds, steps, **rest) -> None:
     """Train pairs from the initial weights."""
-    batch = batch or PRESETS[preset][1]
     plans = [
-        Plan(preset, "none", kinds, [0], steps, 1, seed, batch, evaluate_every)
+        Plan(preset, "none", kinds, [0], steps, 1, seed, evaluate_every)
         for seed in range(first_seed, first_seed + seeds)
     ]
     train(plans, **rest)

@@ -92,12 +92,10 @@ def _turned(x: Tensor, turns: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """Its parameters are plain fp32 tensors, a few a layer. `experts` may be replaced between steps.
 
-    compiled: whether Inductor compiles the parts between attention and the experts.
+    On a GPU Inductor compiles the parts between attention and the experts.
     """
 
-    def __init__(
-        self, sizes: ModelConfig, seed: int, device: str, experts: Experts, compiled: bool
-    ) -> None:
+    def __init__(self, sizes: ModelConfig, seed: int, device: str, experts: Experts) -> None:
         """Draw the weights on the device, as `ernie_compat.initial_weights` has them."""
         super().__init__()
         self.sizes, self.experts = sizes, experts
@@ -132,7 +130,7 @@ class Decoder(nn.Module):
         self.head = matrix(sizes.vocab_size, hidden, std=0.02)
         self.turns = _turns(sizes).to(device)
         self.parts: dict[str, Callable[..., Any]] = {
-            part.__name__: torch.compile(part, dynamic=False) if compiled else part
+            part.__name__: part if device == "cpu" else torch.compile(part, dynamic=False)
             for part in (enter, leave, dense, choose, end)
         }
 

@@ -148,7 +148,7 @@ def run_rank(rank: int, device: torch.device, options: dict[str, Any], folder: P
     needed = dict.fromkeys([*options["precisions"], *(["fp8"] if options["steps"] else [])])
     report.say(f"kernels compiled or cached by rank 0: {len(world.warm_up(tuple(needed)))}")
     with world.nothing_compiles():
-        for kind in options["dispatchers"]:
+        for kind in DISPATCHERS:
             check_layers(options, report, world, kind)
         if options["steps"]:
             report.enter("training")
@@ -245,8 +245,6 @@ def gather(folder: Path, ranks: int, problem: str) -> dict[str, Any]:
 @click.command(help=__doc__)
 @click.option("--ranks", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--device", type=click.Choice(("auto", "cuda", "cpu")), default="auto")
-@click.option("--dispatcher", "dispatchers", multiple=True, type=click.Choice(DISPATCHERS),
-              default=DISPATCHERS)  # fmt: skip
 @click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)),
               default=("fp8", "bf16"), show_default=True, help="Of the experts; fp8-dispatch: tokens "
               "and gradients travel to them in FP8 too.")  # fmt: skip

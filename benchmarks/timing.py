@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree's pack
 import torch
 
 from sonicmoe.bench.runner import machine
-from sonicmoe.bench.timing import busy_us, in_turns, peak_mib, trace_of, wait, wall_us
-from sonicmoe.bench.trace import covered_us, kernels_of, short_name, total_us
+from sonicmoe.bench.timing import busy_us, in_turns, peak_mib, wait, wall_us
 
 MIB, GIB = 1 << 20, 1 << 30
 CALLS, WARM_UPS = 8, 3  # a round has a whole number of writes of the weights, up to one in eight
@@ -93,28 +92,6 @@ def measured(
         way.clear()
         found[name]["peak"] = peak_mib(way.call, device)
     return found
-
-
-def kernel_us(call: Callable[[], object], device: str | torch.device, calls: int) -> Trace:
-    """What the GPU ran in a row of calls. Empty on a CPU, and where the driver lets nobody profile."""
-    wait(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(calls):
-            call()
-        wait(device)
-    kernels = kernels_of(trace_of(profiler))
-    named: dict[str, float] = {}
-    for name, us in total_us(kernels, "name", calls).items():
-        named[short_name(name)] = named.get(short_name(name), 0.0) + us
-    span = max(k.start + k.us for k in kernels) - kernels[0].start if kernels else 0.0
-    return Trace(named, (span - covered_us(kernels)) / calls)
-
-
-class Trace(NamedTuple):
-    """us of a call by kernel, the largest first, and in which the GPU ran nothing."""
-
-    kernels: dict[str, float]
-    idle_us: float
 
 
 def host_us(call: Callable[[], object], device: str) -> float:

@@ -48,7 +48,7 @@ def branches(text: Path, out: Path, *more: object, code: int = 0) -> str:
 
 
 def training(kind: str = "bf16") -> Training:
-    decoder = Decoder(TINY, 3, "cpu", loss_kinds.experts_of(kind), False)
+    decoder = Decoder(TINY, 3, "cpu", loss_kinds.experts_of(kind))
     return Training(decoder, TrainConfig(steps=20, lr=1e-2))
 
 
@@ -154,15 +154,15 @@ def test_no_byte_is_read_twice_and_none_that_is_held_out() -> None:
 
 
 def test_the_windows_of_branches_do_not_overlap() -> None:
-    plan = loss.Plan("tiny", "bf16", ["bf16"], [5, 9], 4, 3, 0, batch=2, evaluate_every=0)
+    plan = loss.Plan("tiny", "bf16", ["bf16"], [5, 9], 4, 3, 0, evaluate_every=0)
     places = {
         place
         for order in (1, 2)
         for point in plan.points
-        for place in range(plan.place(point, order), plan.place(point, order) + 8)
+        for place in range(plan.place(point, order), plan.place(point, order) + 16)
     }
-    assert len(places) == 4 * 8 and min(places) == (9 + 4) * 2  # behind what order 0 reads
-    assert plan.place(9, 0) == 18
+    assert len(places) == 4 * 16 and min(places) == (9 + 4) * 4  # behind what order 0 reads
+    assert plan.place(9, 0) == 36
 
 
 def test_equal_files_are_read_once(tmp_path: Path) -> None:

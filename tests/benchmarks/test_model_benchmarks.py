@@ -54,7 +54,7 @@ def test_adapters_on_experts(run, tmp_path):
     errors = row["errors"]
     assert set(errors) == {"lora fp8", "lora bf16", *more, "peft", "peft compiled"}
     assert errors["lora bf16"] < 0.01 < errors["lora fp8"] < 0.1
-    assert errors["lora codes"] == errors["lora fp8"] == errors["lora fp8, one order"]
+    assert errors["lora fp8"] == errors["lora fp8, one order"] and 0.01 < errors["lora codes"] < 0.1
     assert max(errors["peft"], errors["peft compiled"]) < 0.01
     assert said.endswith(run("adapters_bench", "--show", found))
     assert len(said.split("r = 4 |")[1].strip().splitlines()) == 2 + 10
