@@ -246,15 +246,10 @@ def launch_nothing() -> None:
 
     plan.ready_engine = ready_engine
     if not interop.IS_PADDLE:
-        answer_for_streams()
+        import torch
 
-
-def answer_for_streams() -> None:
-    """Every question about PyTorch's streams is answered as on a GPU with one stream."""
-    import torch
-
-    torch.cuda.is_current_stream_capturing = lambda: False
-    torch.cuda.current_stream = lambda device=None: None
+        torch.cuda.is_current_stream_capturing = lambda: False
+        torch.cuda.current_stream = lambda device=None: None
 
 
 @contextlib.contextmanager
