@@ -52,8 +52,8 @@ class Allocations:
     None: only counts.
     """
 
-    def __init__(self, fails_at=None, text=FULL_GPU, counts=True):
-        self.fails_at, self.text, self.counts, self.seen = fails_at, text, counts, 0
+    def __init__(self, fails_at=None, text=FULL_GPU):
+        self.fails_at, self.text, self.seen = fails_at, text, 0
         self._entered = None
 
     @property
@@ -68,15 +68,12 @@ class Allocations:
                 raise out_of_memory(self.text)
 
     def __enter__(self):
-        if not self.counts:  # as if the block were not there
-            return self
         self._entered = _PaddleOperators(self) if IS_PADDLE else _TorchMode(self)
         self._entered.__enter__()
         return self
 
     def __exit__(self, *error):
-        if self.counts:
-            self._entered.__exit__(*error)
+        self._entered.__exit__(*error)
 
 
 if IS_PADDLE:

@@ -16,7 +16,7 @@ from node.node_harness import (
 from oracle.case import Case
 from oracle.faces import normal, run
 from oracle.golden import scene_of
-from oracle.laws import beyond_the_bars, broken
+from oracle.laws import beyond_the_bars
 from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
@@ -71,12 +71,6 @@ def test_adapters_of_frozen_weights_run_no_product_of_their_gradients(monkeypatc
     case = Case(adapters="both", trains="biases", arrangement="fused")
     scene = scene_of(case)
     assert beyond_the_bars(case, scene, run(case, scene)) == []
-
-
-def test_adapters_beside_weights_that_train():
-    """Their layer is the one whose weights have them merged, with gradients of the weights alone."""
-    case = Case(adapters="both", gradients="main_grad", schedule="two", sizes=(37, 80, 48, 4, 2))
-    assert broken(case) == []
 
 
 @covered(

@@ -11,10 +11,8 @@ from engine.moe_golden import golden
 from framework import IS_PADDLE, numpy, parameter, relative_rmse, tensor, torch
 from node.node_harness import (
     ARRANGEMENTS,
-    CONFIGS,
     FLUSHES,
     Layer,
-    assert_equal,
     no_room,
 )
 from pairwise import pairwise
@@ -38,15 +36,6 @@ def said(caplog):
 
 
 class TestDirect:
-    @each_arrangement
-    @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-    def test_has_the_bits_of_accumulate_then_flush(self, arrangement, config):
-        options = {"arrangement": arrangement, "config": config, "main_grad": 0.0}
-        layers = [Layer(flush=flush, **options) for flush in FLUSHES]
-        for layer in layers:
-            layer.step()
-        assert_equal(*(layer.gradients() for layer in layers))
-
     @each_arrangement
     def test_memory_that_did_not_move_is_not_asked_about_again(self, arrangement, monkeypatch):
         layer, asked = Layer(arrangement=arrangement), []

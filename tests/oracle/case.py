@@ -82,8 +82,8 @@ class Case:
     a `main_grad` that holds something, or one that is None. arrivals: what its sender has quantised.
     spelling: how x, the probabilities, the ids and the gradient of the output lie in memory. scene:
     which part of an operand is `LOUD` times as large. schedule: one micro-batch, two, two whose
-    backwards come in the other order, one whose forward runs again, or one in a compiled graph. law:
-    what is compared besides the bars.
+    backwards come in the other order, one whose forward runs again (for an odd seed in the re-entrant
+    way), or one in a compiled graph. law: what is compared besides the bars.
     """
 
     face: str = "node"
