@@ -305,29 +305,3 @@ def test_a_cycle_of_folders_is_recognised() -> None:
         PACKAGE / "diagnostics" / "capture.py": "from .. import moe",
     }
     assert import_cycles(folder_graph(sources)) == [["sonicmoe/quant", "sonicmoe/routing"]]
-
-
-def outer_imports(path: Path, source: str) -> list[str]:
-    """Files of the top-level `ernie_compat` that `source` imports."""
-    found = repository_imports(path, source, with_types=True)
-    return sorted(
-        str(target.relative_to(ROOT)) for target in found if ROOT / "ernie_compat" in target.parents
-    )
-
-
-def test_the_library_imports_the_demo_in_its_commands_only() -> None:
-    found = {
-        str(path.relative_to(ROOT)): outer
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if PACKAGE / "cli" not in path.parents
-        and (outer := outer_imports(path, path.read_text(encoding="utf-8")))
-    }
-    assert found == {}
-
-
-def test_an_import_of_the_demo_is_recognised() -> None:
-    path = PACKAGE / "bench" / "plots.py"
-    assert outer_imports(path, "def f():\n    from ernie_compat.run_report import plot_loss") == [
-        "ernie_compat/run_report.py"
-    ]
-    assert outer_imports(path, "from ..ernie_compat import SonicMoEMlpNode") == []

@@ -4,8 +4,6 @@ layouts and the border.
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 from framework import numpy, relative_rmse, torch
@@ -18,6 +16,7 @@ from functional.layer_golden import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle.golden import Scene, golden
 
 from sonicmoe import moe_general_routing_inputs
 from sonicmoe.enums import ActivationType
@@ -39,20 +38,24 @@ def triples(dtype=torch.float32, index=torch.int64):
 
 
 def golden_triples(moe, x, scores, tokens, experts, dout):
-    """Output and gradients by name in fp64, triple by triple."""
-    exact = copy.deepcopy(moe).double()
-    x, scores = (tensor.detach().double().requires_grad_() for tensor in (x, scores))
-    out = torch.zeros_like(x) + 0 * (x.sum() + scores.sum())
-    for score, token, expert in zip(scores, tokens, experts, strict=True):
-        if 0 <= expert < EXPERTS:
-            z = exact.c_fc.weight[expert] @ x[token]
-            y = exact.c_proj.weight[expert] @ (torch.nn.functional.silu(z[::2]) * z[1::2])
-            out = out.index_add(0, torch.tensor([token]), (score * y)[None])
-    leaves = {"x": x, "scores": scores, **dict(exact.named_parameters())}
-    del leaves["router.weight"]
-    options = {"allow_unused": True, "materialize_grads": True}
-    found = torch.autograd.grad((out * dout.double()).sum(), list(leaves.values()), **options)
-    return {"out": numpy(out), **dict(zip(leaves, map(numpy, found), strict=True))}
+    """Output and gradients by name in fp64. Each triple is a token of its own to the golden."""
+    w1, _, w2, _ = (None if t is None else numpy(t) for t in views(moe))
+    halves = np.concatenate([w1[::2], w1[1::2]])
+    token, expert = (np.asarray(ids, np.int64).reshape(-1) for ids in (tokens, experts))
+    scene = Scene(
+        "swiglu", numpy(x)[token], expert[:, None], numpy(scores)[:, None], numpy(dout)[token],
+        halves.transpose(2, 1, 0), w2.transpose(2, 1, 0),
+    )  # fmt: skip
+    found = golden(scene)
+    whole = {name: np.zeros(x.shape) for name in ("out", "dx")}
+    for name, rows in whole.items():
+        np.add.at(rows, token, found[name])
+    dw1, dw2 = (found[name].transpose(0, 2, 1) for name in ("dw1", "dw2"))
+    turns = np.stack(np.split(dw1, 2, 1), 2).reshape(dw1.shape)
+    return {
+        "out": whole["out"], "x": whole["dx"], "scores": found["dprobs"][:, 0],
+        "c_fc.weight": turns, "c_proj.weight": dw2,
+    }  # fmt: skip
 
 
 def run_triples(
