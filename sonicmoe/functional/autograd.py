@@ -87,8 +87,10 @@ def expert_mlp(
     if use_fp8 is not None and type(use_fp8) is not bool:  # 1 equals True, and would be found
         check_use_fp8(use_fp8)
     resolved = active_config().resolve()
-    guard, kept = guard_of(flat, (resolved, of_layer, not is_alone, x.device, x.dtype, x.shape[-1]))
-    plan = kept.bound[1] if kept else plan_for(resolved, x, weights, not is_alone, *of_layer)
+    guard, bound = guard_of(
+        flat, (resolved, of_layer, not is_alone, x.device, x.dtype, x.shape[-1])
+    )
+    plan = bound.plan if bound else plan_for(resolved, x, weights, not is_alone, *of_layer)
     call = PassedCall(
         plan=plan,
         routes=indices,
@@ -96,7 +98,7 @@ def expert_mlp(
         adapters=adapters,
         module=module,
         guard=guard,
-        kept=kept,
+        bound=bound,
     )
     return _run(call, x, probs, flat, save)
 
@@ -122,10 +124,10 @@ def planned_mlp(
     # mode, to which the engines' launches show nothing.
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return expert_operator(x, routes, probs, weights, number, save)
-    guard, kept = guard_of(flat, (plan, x.device, x.dtype, x.shape[-1]))
-    plan = kept.bound[1] if kept else plan.fitted_to(x, weights)
+    guard, bound = guard_of(flat, (plan, x.device, x.dtype, x.shape[-1]))
+    plan = bound.plan if bound else plan.fitted_to(x, weights)
     call = PassedCall(
-        plan=plan, routes=routes, weights=weights, module=module, guard=guard, kept=kept
+        plan=plan, routes=routes, weights=weights, module=module, guard=guard, bound=bound
     )
     return _run(call, x, probs, flat, save)
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..config import ResolvedConfig
-from ..engine.interface import Engine, EngineWeights
+from ..engine.interface import Engine
 from ..engine.settings import EngineSettings
 from ..interop import (
     IS_PADDLE,
@@ -28,7 +28,7 @@ from ..interop import (
     is_recomputed,
 )
 from ..out_of_memory import raise_with_advice
-from ..weights.cache import LookedAtAgain, PreparedWeights, Reading
+from ..weights.cache import Binding, PreparedWeights, Reading
 from ..weights.changes import announce_change, change_watchers, traces_of
 from ..weights.copies import WeightCopies
 from ..weights.lent import lent_by
@@ -38,20 +38,6 @@ from .plan import OwnPlan, Plan
 Tensor = torch.Tensor
 
 
-class _Binding(NamedTuple):
-    """What a call found. One tuple, because threads may run calls of one layer.
-
-    guard: everything that this depends on.
-    plan: fitted to the call.
-    weights, lent: as of its `Reading`.
-    """
-
-    guard: tuple[Any, ...]
-    plan: Plan
-    weights: EngineWeights
-    lent: LookedAtAgain | None
-
-
 class BoundLayer:
     """The plan and the engine weights of one layer that lives from call to call."""
 
@@ -59,7 +45,7 @@ class BoundLayer:
         """Keep nothing yet: the first forward binds."""
         self._parameters = parameters
         self._prepared = PreparedWeights()
-        self._binding: _Binding | None = None
+        self._binding: Binding | None = None
         # How many writes somebody announced, and how many of them the engine weights have. The
         # first read is one that nobody need announce.
         self._announced, self._read = 0, -1
@@ -104,14 +90,14 @@ class BoundLayer:
             grad_enabled(),
             is_capturing(x),
         )
-        prepared, bound = self._prepared, self._binding
-        same = None if bound is None or bound.guard != guard else bound
-        if same is not None and prepared.again(same.plan.chosen, parameters[0]):
-            return same.plan, Reading(same.weights, prepared, prepared.writes, same.lent)
+        bound = self._binding
+        if bound is not None and bound.guard == guard:
+            reading = bound.again(parameters[0])
+            if reading is not None:
+                return bound.plan, reading
         plan = own.fitted(x, *kind)
         reading = self._advised(plan, parameters)
-        if self._prepared.is_settled:
-            self._binding = _Binding(guard, plan, reading.weights, reading.lent)
+        self._binding = Binding.of(guard, plan, reading)
         return plan, reading
 
     def _advised(

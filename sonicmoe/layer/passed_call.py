@@ -26,10 +26,11 @@ from ..quant.tokens import anchor_of
 from ..refusals import need_shape
 from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
+from ..weights.cache import Binding
 from ..weights.parameters import ExpertParameters
 from ..weights.shards import GATHERED, codes_behind
 from ..weights.stacked import PassedParameters
-from ..weights.stacked_cache import Kept, read_weights
+from ..weights.stacked_cache import read_weights
 from .call import LayerCall, Named
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class PassedCall(LayerCall):
     adapters: beside the weights, in native order.
     module: whose attributes the weights are, for those who observe the call; None where unknown.
     once: the backward of this forward reads the weights anew.
-    guard, kept: as of `stacked_cache.guard_of`.
+    guard, bound: as of `stacked_cache.guard_of`.
     dtypes: of w1, w2, b1 and b2, in a backward.
     """
 
@@ -82,7 +83,7 @@ class PassedCall(LayerCall):
     module: object = None
     once: bool = False
     guard: tuple[Any, ...] = ()
-    kept: Kept | None = None
+    bound: Binding | None = None
     dtypes: Dtypes = ()
 
     def forward(
@@ -94,11 +95,11 @@ class PassedCall(LayerCall):
         plain = None if isinstance(x, BlockScaledTensor) else x
         rows = x if plain is None else rows_of(plain)
         # The configuration of the call, because a graph or a thread of autograd has no other.
-        before, kept = ACTIVE.set(self.plan.config), self.kept
+        before, bound = ACTIVE.set(self.plan.config), self.bound
         try:
             routing = self.routing(int(rows.shape[0]), probs)
-            if kept is not None:
-                self.reading = kept.again(self.plan.chosen, routing.held[0])
+            if bound is not None:
+                self.reading = bound.again(routing.held[0])
             if self.reading is None:
                 self._read(dtype_of(x), save)
             out, saved = self.compute(rows, probs, routing, save)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -94,6 +94,39 @@ def _values(weight: EngineWeight) -> Tensor:
         return torch.stack(weight).to(torch.float32)
     plain = weight.stacked() if isinstance(weight, ExpertMatrices) else weight
     return plain.to(torch.float32)
+
+
+class Binding(NamedTuple):
+    """What one call found of a layer, for the calls after it. One tuple, because threads may run calls
+    of one layer.
+
+    guard: everything that the rest depends on (docs/design.md, "Stale weights").
+    plan: of the call, by which its engine was chosen.
+    prepared, weights, lent: as of the call's `Reading`.
+    """
+
+    guard: tuple[Any, ...]
+    plan: Any
+    prepared: PreparedWeights
+    weights: EngineWeights
+    lent: LookedAtAgain | None = None
+
+    @classmethod
+    def of(cls, guard: tuple[Any, ...], plan: Any, reading: Reading) -> Binding | None:
+        """None where the next call may need more than `again`."""
+        prepared = reading.prepared
+        if prepared is None or not prepared.is_settled:
+            return None
+        return cls(guard, plan, prepared, reading.weights, reading.lent)
+
+    def again(self, anchor: Tensor) -> Reading | None:
+        """The weights for a forward under the same guard; None where the layer must be bound anew.
+        anchor: as of `PreparedWeights.read`.
+        """
+        prepared = self.prepared
+        if not prepared.again(self.plan.chosen, anchor):
+            return None
+        return Reading(self.weights, prepared, prepared.writes, self.lent)
 
 
 class PreparedWeights:

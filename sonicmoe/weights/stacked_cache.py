@@ -5,7 +5,7 @@ A view is a new tensor object at every call. So what is kept belongs to the memo
 that the view was made of. It is stored under the view's geometry, and remembers in which memory all
 of the weights were:
 
-    memory of w1 (weak) ──► _Beside ──► geometry of w1 ──► Kept(place, memory, PreparedWeights)
+    memory of w1 (weak) ──► _Beside ──► geometry of w1 ──► _Kept(place, memory, PreparedWeights)
 
 Nothing here holds the user's weights. A model that moves or frees them gets its memory back at
 once, and the engine weights go with the parameter.
@@ -27,7 +27,7 @@ from ..errors import FrameworkError
 from ..interop import IS_PADDLE, is_capturing
 from ..layouts import Codes, GateUp, StackedWeights, WeightLayout, flat_weights
 from ..weight_source import WeightSource
-from .cache import PreparedWeights, Reading
+from .cache import Binding, PreparedWeights, Reading
 from .changes import traces_of
 from .frozen import engine_weights
 
@@ -48,29 +48,21 @@ Weights = StackedWeights
 
 
 @dataclass(eq=False)
-class Kept:
+class _Kept:
     """What was prepared, the place of the weights that it was made of, and weak references to their
     memory. Once freed, that memory may return under the same address with other values.
 
-    bound: the guard of the last call that found all settled, the plan that it ran by, and the engine
-        weights that it read; empty before such a call.
+    binding: of the last call; None where the next one must read the weights.
     """
 
     place: tuple[Any, ...]
     prepared: PreparedWeights
     memory: tuple[StorageWeakRef, ...]
-    bound: tuple[Any, ...] = ()
+    binding: Binding | None = None
 
     def is_dead(self) -> bool:
         """Whether memory of the weights was freed."""
         return any(map(StorageWeakRef.expired, self.memory))
-
-    def again(self, engine: Engine, w1: Tensor) -> Reading | None:
-        """The engine weights for another forward under the same guard; None where they must be read."""
-        _, _, weights = self.bound
-        if not self.prepared.again(engine, w1):
-            return None
-        return Reading(weights, self.prepared, self.prepared.writes)
 
 
 class _Beside:
@@ -83,12 +75,12 @@ class _Beside:
 
     def __init__(self, owner: Tensor | torch.UntypedStorage) -> None:
         """Forgotten with `owner`, of `_owner`."""
-        self.entries: dict[tuple[Any, ...], Kept] = {}
+        self.entries: dict[tuple[Any, ...], _Kept] = {}
         self.captured: set[EngineWeights] = set()
         key = id(owner)
         self._owner = WeakIdRef(owner, lambda _: _beside.pop(key, None))
 
-    def keep(self, geometry: tuple[Any, ...], kept: Kept, room: int) -> None:
+    def keep(self, geometry: tuple[Any, ...], kept: _Kept, room: int) -> None:
         """`room`: how many such views fit side by side into the memory."""
         # Removed first, because a dict keeps the position of a key that it has.
         self.entries.pop(geometry, None)
@@ -103,9 +95,9 @@ class _Beside:
 _beside: dict[int, _Beside] = {}
 
 
-def guard_of(flat: Sequence[Any], asked: tuple[Any, ...]) -> tuple[tuple[Any, ...], Kept | None]:
-    """The guard of a call: all that its plan and its engine weights depend on. Where the last call on
-    this memory had the same one, what it bound too. An empty guard: nothing of these weights is kept.
+def guard_of(flat: Sequence[Any], asked: tuple[Any, ...]) -> tuple[tuple[Any, ...], Binding | None]:
+    """The guard of a call: all that its plan and its engine weights depend on; and the binding of the
+    last call on this memory, if that had the same one. An empty guard: nothing of these is kept.
 
     flat: see `flat_weights`. asked: what decides the plan, beside the weights.
     """
@@ -117,9 +109,10 @@ def guard_of(flat: Sequence[Any], asked: tuple[Any, ...]) -> tuple[tuple[Any, ..
     kept = beside.entries.get(places[0][1:])
     if kept is None:
         return (), None
-    guard = asked, places, traces_of(present), is_capturing(w1)
-    is_same = bool(kept.bound) and kept.bound[0] == guard and not kept.is_dead()
-    return guard, kept if is_same else None
+    guard, bound = (asked, places, traces_of(present), is_capturing(w1)), kept.binding
+    if bound is None or bound.guard != guard or kept.is_dead():
+        return guard, None
+    return guard, bound
 
 
 def read_weights(
@@ -190,9 +183,9 @@ def read_weights(
         beside.captured.add(reading.weights)
     if kept is None or not is_ours:
         room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
-        kept = Kept(place, prepared, _memory(present))
+        kept = _Kept(place, prepared, _memory(present))
         beside.keep(geometry, kept, room)
-    kept.bound = (guard, plan, reading.weights) if guard and prepared.is_settled else ()
+    kept.binding = Binding.of(guard, plan, reading) if guard else None
     return reading
 
 
