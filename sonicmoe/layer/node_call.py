@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..autograd import DifferentiableCall
+from .. import autograd
 from ..borrowed import Borrowed
-from ..config import ACTIVE, ResolvedConfig
+from ..config import ACTIVE, ResolvedConfig, active_config
 from ..engine.interface import EngineWeights, Saved, Tokens
 from ..engine.settings import TokenFormat
 from ..errors import DTypeError, ShapeError, expect
@@ -23,6 +23,7 @@ from ..gradients.flush import add_to_grad
 from ..interop import (
     IS_PADDLE,
     dtype_name,
+    grad_enabled,
     holds_memory,
     plain_ops,
     require_framework_tensor,
@@ -45,7 +46,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(eq=False, kw_only=True)
-class NodeCall(LayerCall, DifferentiableCall):
+class NodeCall(LayerCall, autograd.DifferentiableCall):
     """It is never written to. Activations live in the autograd context, so any number of calls may be
     outstanding.
 
@@ -208,7 +209,46 @@ class NodeCall(LayerCall, DifferentiableCall):
         )
 
 
-def call_on(
+@autograd.eagerly
+def run(x: Tensor, arrived: Arrivals, state: LayerState, own: OwnPlan) -> Tensor:
+    """The output `[T, H]` of one call of a node, under autograd: from its arguments to its kernels.
+
+    state, own: of the node. Errors are those of `SonicMoEMlpNode.forward`.
+    """
+    experts, hidden, _ = state.sizes
+    inputs = arrived.inputs(x, experts, hidden)
+    autograd.refuse_transforms(inputs)
+    config = own.config or active_config()
+    before = ACTIVE.set(config)
+    try:
+        call = _call_on(inputs, arrived, state, own, config.resolve())
+        # Outside autograd nothing is saved for a backward that cannot come.
+        wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
+        if wanted and grad_enabled():
+            return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
+        return call.run(inputs, save=False)[0]
+    finally:
+        ACTIVE.reset(before)
+
+
+def run_step(
+    x: Tensor, arrived: Arrivals, state: LayerState, own: OwnPlan
+) -> tuple[Tensor, NodeCall, Saved]:
+    """The same outside autograd, whose backward somebody else runs: the output, the call, and what its
+    backward needs.
+    """
+    experts, hidden, _ = state.sizes
+    # Weights are read as for training, also where the schedule has switched gradients off.
+    with own.scope() as config:
+        with torch.enable_grad():
+            inputs = arrived.inputs(x, experts, hidden)
+            call = _call_on(inputs, arrived, state, own, config.resolve())
+        out, saved = call.run(inputs, save=True)
+    assert saved is not None
+    return out, call, saved
+
+
+def _call_on(
     inputs: tuple[Tensor, ...],
     arrived: Arrivals,
     state: LayerState,

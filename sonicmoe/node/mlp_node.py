@@ -7,8 +7,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from .. import autograd
-from ..config import ACTIVE, SonicMoEConfig, active_config, warn_unknown_flags
+from ..config import SonicMoEConfig, warn_unknown_flags
 from ..engine.expert_matrices import may_stay_apart
 from ..engine.low_rank import Adapters
 from ..enums import (
@@ -20,9 +19,9 @@ from ..enums import (
     member_of,
 )
 from ..errors import ConfigError, LayoutError
-from ..interop import grad_enabled, holds_memory, is_cuda, requires_grad
+from ..interop import holds_memory, is_cuda
 from ..layer.arrivals import Arrivals, GradientSource
-from ..layer.node_call import BackwardStep, call_on
+from ..layer.node_call import BackwardStep, run, run_step
 from ..layer.plan import OwnPlan
 from ..layer.state import LayerState
 from ..layouts import NATIVE
@@ -263,12 +262,10 @@ class SonicMoEMlpNode(NodeUpkeep):
         NaN in a token makes that token's rows NaN and no other token's.
         """
         routed = tokens_per_expert, dispatched_indices, dispatched_probs
-        return self._run(
-            x,
-            Arrivals(
-                *routed, x_scale, dx_to, dout_source, copies, biases=biases, adapters=adapters
-            ),
+        arrived = Arrivals(
+            *routed, x_scale, dx_to, dout_source, copies, biases=biases, adapters=adapters
         )
+        return run(x, arrived, self._state, self._plan)  # type: ignore[no-any-return]
 
     __call__ = forward
 
@@ -294,23 +291,7 @@ class SonicMoEMlpNode(NodeUpkeep):
         """
         routed = tokens_per_expert, counts, probs
         arrived = Arrivals(*routed, is_sorted=True, biases=biases, adapters=adapters)
-        return self._run(x, arrived)
-
-    @autograd.eagerly
-    def _run(self, x: Tensor, arrived: Arrivals) -> Tensor:
-        inputs = arrived.inputs(x, self.n_experts, self.hidden_size)
-        autograd.refuse_transforms(inputs)
-        config = self._plan.config or active_config()
-        before = ACTIVE.set(config)
-        try:
-            call = call_on(inputs, arrived, self._state, self._plan, config.resolve())
-            # Outside autograd nothing is saved for a backward that cannot come.
-            wanted = any(map(requires_grad, inputs)) or any(map(requires_grad, call.parameters))
-            if wanted and grad_enabled():
-                return autograd.apply(call, inputs, call.parameters)  # type: ignore[no-any-return]
-            return call.run(inputs, save=False)[0]
-        finally:
-            ACTIVE.reset(before)
+        return run(x, arrived, self._state, self._plan)  # type: ignore[no-any-return]
 
     def forward_step(
         self,
@@ -333,12 +314,6 @@ class SonicMoEMlpNode(NodeUpkeep):
         )
         routed = tokens_per_expert, dispatched_indices, probs
         arrived = Arrivals(*routed, x_scale, None, dout_source, copies, is_stepped=True)
-        # Weights are read as for training, also where the schedule has switched gradients off.
-        with self._plan.scope() as config:
-            with torch.enable_grad():
-                inputs = arrived.inputs(tokens, self.n_experts, self.hidden_size)
-                call = call_on(inputs, arrived, self._state, self._plan, config.resolve())
-            out, saved = call.run(inputs, save=True)
-        assert saved is not None
+        out, call, saved = run_step(tokens, arrived, self._state, self._plan)
         read = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale}
         return out, BackwardStep(call, saved, read)
