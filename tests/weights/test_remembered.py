@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = "layer", "functional", "node", "weights", "gradients"
 ALONE = ("engine/footprint.py",)
 CACHES = re.compile(r"\b(lru_cache|cache|Decided)\b")
-CONTAINERS = re.compile(r"(\{\}|set\(|Weak\w*(\[.*\])?\(|weakref\.Weak\w+\(|dict\(|functools\.lru_cache\()")
+CONTAINERS = re.compile(
+    r"(\{\}|set\(|Weak\w*(\[.*\])?\(|weakref\.Weak\w+\(|dict\(|functools\.lru_cache\()"
+)
 
 
 def sources():
