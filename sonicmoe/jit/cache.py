@@ -74,15 +74,9 @@ class CompileCache:
         self._key_locks: dict[tuple[Any, ...], threading.Lock] = {}
         self._mutex = threading.Lock()
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments with which another process opens the same cache."""
-        return {
-            "root": self.root,
-            "local_root": self.local_root,
-            "lock_timeout_s": self.lock_timeout_s,
-            "trusted": self._trusted,
-        }
+    def impatient(self) -> CompileCache:
+        """The same directories, for a caller that never waits for another process."""
+        return CompileCache(self.root, self.local_root, lock_timeout_s=0.0, trusted=self._trusted)
 
     @property
     def places(self) -> tuple[Place, Place]:
@@ -144,15 +138,6 @@ class CompileCache:
         `build`.
         """
         return self.try_load(key) or self._publish(key, builder)
-
-    def ask(self) -> None:
-        """Explain now, and once, if the cache directory cannot take artefacts. For a process whose
-        workers compile: each of them would meet the same problem.
-        """
-        try:
-            self._shared.ask()
-        except StoreProblemError as problem:
-            self._explain(problem)
 
     def get(self, key: CompileKey, builder: Builder, load: Callable[[Artefact], Loaded]) -> Loaded:
         """`load(artefact)`, remembered for the life of this process; builds the artefact if there

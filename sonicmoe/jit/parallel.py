@@ -43,7 +43,6 @@ def build_all(
     """
     if not jobs:
         return
-    cache.ask()
     build = _ParallelBuild(jobs, cache)
     for _ in range(min(compilers, len(jobs))):
         # Daemons: after Ctrl-C the program ends now, and not after the longest compile.
@@ -60,8 +59,7 @@ class _ParallelBuild:
 
     def __init__(self, jobs: Sequence[CompileJob], cache: CompileCache) -> None:
         self._cache = cache
-        # The same directories, for threads that never wait for another process.
-        self._impatient = CompileCache(**{**cache.settings, "lock_timeout_s": 0.0})
+        self._impatient = cache.impatient()
         # A key hashes source files.
         self._keys = {job: job.key() for job in jobs}
         # A long job that starts last would run alone at the end.

@@ -96,13 +96,6 @@ class ArtefactStore(ArtefactReader):
         finally:
             lock.release()
 
-    def ask(self) -> None:
-        """Find out whether the directory takes artefacts. StoreProblemError where it does not."""
-        with self._as_store_problem():
-            staging = self.place / "staging"
-            staging.checked(make=True)
-            files.probe(staging)
-
     def lock(self, key: CompileKey) -> KeyLock:
         return KeyLock(self.place / "locks", key, self._lock_timeout_s)
 
