@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..flags import DIRECTORY, Flag, spelling
 from ..frameworks import FrameworkMissingError, choose, load
 from ..host import install_hint
 from ..jit.carried import carried
+from ..jit.key import package_versions
 from ..jit.place import Trust, refusal, shared_trust
 from ..jit.toolchain import find_toolkit
 from ..jit.warmup import read_records
@@ -137,12 +137,9 @@ def installed_versions() -> dict[str, str | None]:
     """Installed versions by distribution name, and of nvcc, None where absent; reads metadata,
     imports nothing.
     """
-    found: dict[str, str | None] = {"python": platform.python_version(), "sonicmoe": __version__}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
+    own = {"python": platform.python_version(), "sonicmoe": __version__}
+    found: dict[str, str | None] = {**own, **dict(package_versions(*DISTRIBUTIONS))}
+    found = {name: None if version == "absent" else version for name, version in found.items()}
     toolkit = find_toolkit()
     found["nvcc"] = toolkit.version if toolkit else None
     return found
@@ -158,11 +155,8 @@ def examine_copies(report: Report) -> None:
             f"this one is {__version__} from {PACKAGE_ROOT}; import `sonicmoe` before the package "
             "that brings the other, or take the other off the module path",
         )
-    try:
-        installed = version("sonicmoe")
-    except PackageNotFoundError:
-        return
-    if installed != __version__:
+    installed = dict(package_versions("sonicmoe"))["sonicmoe"]
+    if installed not in ("absent", __version__):
         report.warning(
             f"sonicmoe {installed} is installed, but {__version__} runs from {PACKAGE_ROOT}",
             "install this checkout (pip install -e .), or take it off the module path",

@@ -79,9 +79,6 @@ class ExpertsUnderTest:
                 f"device is {self.device!r} ({reason}); needed: one that PyTorch computes on here"
             )
             raise ConfigError(words) from error
-        words = f"topk is {self.sizes.topk} of {self.sizes.experts} experts"
-        needed = "needed: fewer, because one expert has no token"
-        expect(self.sizes.topk < self.sizes.experts, ConfigError, f"{words}; {needed}")
 
     @property
     def bound(self) -> float:

@@ -18,7 +18,7 @@ from .errors import CompileLockTimeout
 from .plan import CompileJob
 
 BUILT, CACHED, FAILED, MISSING = "built", "cached", "failed", "missing"
-_POLL_S = 0.1
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import functools
 import os
 import pwd
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -93,27 +94,36 @@ class Place:
         UntrustedPlaceError where somebody could have planted it, OSError where it is absent, no
         directory, or cannot be made.
         """
-        top = len(self.path.parts) - 1 - self.depth
-        # Read from the end, so that the components of a link's target can be put on top.
-        pending = [
-            (name, max(index - top, _OUTSIDE)) for index, name in enumerate(self.path.parts)
-        ][::-1]
-        here, links = Path(os.sep), 0
-        while pending:
-            name, depth = pending.pop()
-            # `here` is free of links, so the directory above it is the one that its path names.
-            entry = here.parent if name == os.pardir else here / name
-            above = os.lstat(entry.parent)
-            status = self._status_of(entry, above, depth, make=make)
-            if not stat.S_ISLNK(status.st_mode):
-                self._judge_directory(entry, above, depth)
-                here = entry
-                continue
-            links += 1
-            if links > _MOST_LINKS:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(entry))
-            pending.extend(self._link_of(entry, status, above, depth))
+        root = len(self.path.parts) - 1 - self.depth
+        here, links = Path(os.sep), iter(range(_MOST_LINKS))
+        for index, name in enumerate(self.path.parts):
+            here = self._reached(here, name, max(index - root, _OUTSIDE), links, make=make)
         return here
+
+    def _reached(
+        self, here: Path, name: str, depth: int, links: Iterator[int], *, make: bool
+    ) -> Path:
+        """One component further than `here`, which is free of links; `links`: how many may come."""
+        entry = here.parent if name == os.pardir else here / name
+        above = os.lstat(entry.parent)
+        status = self._status_of(entry, above, depth, make=make)
+        if not stat.S_ISLNK(status.st_mode):
+            self._judge_directory(entry, above, depth)
+            return entry
+        # The cache makes no links, and one that leads out of it would escape the rule for `inside`.
+        if depth > _ROOT:
+            raise UntrustedPlaceError(
+                f"{entry} is a symbolic link, and the cache follows none below its own directory"
+            )
+        # The mode of a link says nothing; its owner says who decides where it leads.
+        anybody_makes = bool(above.st_mode & stat.S_IWOTH)
+        _judge(self.trust, status, entry, inside=False, anybody_makes=anybody_makes, link=True)
+        if next(links, None) is None:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(entry))
+        *before, last = Path(os.readlink(entry)).parts
+        for part in before:
+            here = self._reached(here, part, _OUTSIDE, links, make=make)
+        return self._reached(here, last, depth, links, make=make)
 
     def judge_file(self, status: os.stat_result, name: str, folder: os.stat_result) -> None:
         """Refuse a file of this directory, whose own status is `folder`, that people outside the
@@ -146,22 +156,6 @@ class Place:
             _judge_maker(self.trust, status, entry, above)
         anybody_makes = bool(above.st_mode & stat.S_IWOTH)
         _judge(self.trust, status, entry, inside=depth >= _ROOT, anybody_makes=anybody_makes)
-
-    def _link_of(
-        self, entry: Path, status: os.stat_result, above: os.stat_result, depth: int
-    ) -> list[tuple[str, int]]:
-        """The components that a link stands for, the first one last."""
-        # The cache makes no links, and one that leads out of it would escape the rule for `inside`.
-        if depth > _ROOT:
-            raise UntrustedPlaceError(
-                f"{entry} is a symbolic link, and the cache follows none below its own directory"
-            )
-        # The mode of a link says nothing; its owner says who decides where it leads.
-        anybody_makes = bool(above.st_mode & stat.S_IWOTH)
-        _judge(self.trust, status, entry, inside=False, anybody_makes=anybody_makes, link=True)
-        names = Path(os.readlink(entry)).parts
-        depths = [_OUTSIDE] * (len(names) - 1) + [depth]
-        return list(zip(names, depths, strict=True))[::-1]
 
 
 def refusal(root: Path, trust: Trust) -> str:

@@ -473,6 +473,8 @@ def test_a_copy_that_could_be_imported(tmp_path, monkeypatch):
 
 
 def test_installed_under_another_version(monkeypatch):
-    monkeypatch.setattr(doctor_module, "version", lambda name: "9.8")
+    monkeypatch.setattr(
+        doctor_module, "package_versions", lambda *names: [(n, "9.8") for n in names]
+    )
     words = f"sonicmoe 9.8 is installed, but {sonicmoe.__version__} runs from {PACKAGE_ROOT}"
     assert copies_found() == [words]

@@ -1,8 +1,6 @@
 """What somebody else could have planted, and what only looks damaged."""
 
-import builtins
 import errno
-import io
 import json
 import os
 import socket
@@ -292,41 +290,3 @@ def test_odd_manifest_is_damage(cache, key, compiler, field, number):
     assert cache.try_load(key) is None
     assert load(cache.build(key, compiler(key))) == 4096
     assert len(list((field.root / "quarantine").iterdir())) == 1
-
-
-# Answers that are no verdict
-
-
-@pytest.mark.parametrize(
-    "number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM]
-)
-@pytest.mark.parametrize("name", ["kernel.so", "manifest.json"])
-@pytest.mark.parametrize("times", [1, 4, 1000])
-def test_file_that_cannot_be_read_is_not_thrown_away(
-    field, key, compiler, monkeypatch, number, name, times
-):
-    CompileCache(field.root, field.local).build(key, compiler(key))
-    left = [times]
-
-    def failing(real):
-        def opened(path, *args, **options):
-            if str(path).endswith(name) and left[0]:
-                left[0] -= 1
-                raise OSError(number, os.strerror(number))
-            return real(path, *args, **options)
-
-        return opened
-
-    artefact = None
-    with monkeypatch.context() as patch:
-        for module in (os, io, builtins):
-            patch.setattr(module, "open", failing(module.open))
-        try:
-            busy = CompileCache(field.root, field.local)
-            artefact = busy.build(key, compiler(key))
-        except CacheUnwritableError as error:
-            assert times > 1 and errno.errorcode[number] in str(error)
-    assert artefact is None or load(artefact) == 4096
-    assert not (field.root / "quarantine").exists()
-    kept = CompileCache(field.root, field.local).try_load(key)
-    assert kept is not None and kept.path.is_relative_to(field.root)
