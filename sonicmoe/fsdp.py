@@ -22,7 +22,7 @@ from .errors import LayoutError, ShapeError, expect
 from .functional import layout_of
 from .layer.plan import Plan, check_use_fp8, make_plan
 from .layouts import NATIVE, GateUp, WeightLayout
-from .moe import MoE
+from .moe import MoE, under_wrappers
 from .observe import MOE, STACKED
 from .weights.gathered import Chosen, LayerCodes
 
@@ -121,8 +121,7 @@ def _found(module: nn.Module) -> FoundExperts | None:
 def _moe(module: nn.Module) -> FoundExperts | None:
     if not isinstance(module, MoE):
         return None
-    # peft puts its own module around the one that has the parameter.
-    inner = [_base(part) for part in (module.c_fc, module.c_proj)]
+    inner = [under_wrappers(part) for part in (module.c_fc, module.c_proj)]
 
     def plan(use_fp8: bool | None) -> Plan:
         given = module.activation_function, NATIVE, use_fp8, module.activation_parameters, MOE
@@ -134,12 +133,6 @@ def _moe(module: nn.Module) -> FoundExperts | None:
 
 
 finders.append(_moe)
-
-
-def _base(part: Any) -> Any:
-    while hasattr(part, "base_layer"):
-        part = part.base_layer
-    return part
 
 
 def _functional(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -278,9 +279,7 @@ class MoE(nn.Module):
         """Of both projections; `Codes` where they are frozen."""
         found: list[Tensor | Codes] = []
         for module in (self.c_fc, self.c_proj):
-            base = module
-            while not isinstance(base, Experts) and hasattr(base, "base_layer"):
-                base = base.base_layer  # peft's wrappers
+            base = under_wrappers(module)
             found.append(codes_in(base, "weight") if frozen_in(base) else module.weight)
         return found[0], found[1]
 
@@ -333,6 +332,13 @@ class MoE(nn.Module):
             weighted = y2 * probs[token, slot].unsqueeze(-1)
             out = out.index_add(0, token, weighted.to(out.dtype))
         return out, logits, torch.bincount(indices.reshape(-1), minlength=self.num_experts)
+
+
+def under_wrappers(module: Any) -> Any:
+    """The module that has the parameter, which peft's wrappers lie around."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
 
 
 def _linear(x: Tensor, experts: Experts, expert: int, pair: LowRank | None) -> Tensor:

@@ -26,7 +26,7 @@ from ..functional.frozen import (
     thaw_weight,
 )
 from ..layouts import NATIVE, Codes, WeightLayout
-from ..moe import MoE
+from ..moe import MoE, under_wrappers
 from ..quant.format import scale_shape
 from ..weights.frozen import BLOCKS, Rounding
 from .transformers import _is_experts, _layout, _weight_names, unsupported_reason
@@ -100,31 +100,20 @@ def _no_shard(module: nn.Module) -> None:
 finders.insert(0, _no_shard)
 
 
-def _weights(model: nn.Module) -> Iterator[Weight]:
+def _weights(model: nn.Module) -> list[Weight]:
     found: list[Weight] = []
     for module in model.modules():
         if isinstance(module, MoE):
-            for index, name in enumerate(("c_fc", "c_proj")):
-                found.append((_inmost(getattr(module, name)), "weight", NATIVE, index))
+            both = enumerate(map(under_wrappers, (module.c_fc, module.c_proj)))
+            found += [(owner, "weight", NATIVE, index) for index, owner in both]
         elif _is_experts(module):
             reason = unsupported_reason(module)
             expect(reason is None, LayoutError, str(reason))
-            of_module = module, _weight_names(module)[:2], _layout(module)
-            found += _of_experts(*of_module)
+            names, layout = _weight_names(module)[:2], _layout(module)
+            found += [(module, name, layout, index) for index, name in enumerate(names)]
     kind = type(model).__name__
     expect(bool(found), LayoutError, f"{kind} has no experts of transformers and no MoE")
-    return iter(found)
-
-
-def _of_experts(module: nn.Module, names: tuple[str, ...], layout: WeightLayout) -> list[Weight]:
-    return [(module, name, layout, index) for index, name in enumerate(names)]
-
-
-def _inmost(module: Any) -> nn.Module:
-    """The experts under peft's wrappers."""
-    while hasattr(module, "base_layer"):
-        module = module.base_layer
-    return module  # type: ignore[no-any-return]
+    return found
 
 
 class Loaded:
