@@ -13,14 +13,12 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .place import (
-    DIRECTORY_BITS,
     FILE_BITS,
     Place,
     UntrustedPlaceError,
@@ -89,40 +87,36 @@ def publish(source: Place, target: Place) -> None:
     sync_dir(new)
 
 
-def sync_tree(folder: Place) -> dict[str, FileFacts]:
-    """Flush every file of a tree, so that a power cut cannot publish a hole, and give files and
-    directories the modes of the cache. Returns size and checksum of each file by its name.
-    DamagedFileError where an entry is neither a regular file nor a directory.
+def sync_files(folder: Place) -> dict[str, FileFacts]:
+    """Flush every file of a directory, so that a power cut cannot publish a hole, and give it the mode
+    of the cache. Returns size and checksum of each by its name. DamagedFileError where an entry is
+    no regular file.
     """
     found, top = {}, folder.checked()
     mode = inherited_mode(os.stat(top), FILE_BITS)
-    for path in _files_below(top):
-        with _opened_file(path) as handle:
+    for name in sorted(os.listdir(top)):
+        with _opened_file(top / name) as handle:
             set_mode(handle.fileno(), mode)
             os.fsync(handle.fileno())
-            found[str(path.relative_to(top))] = _facts_of(handle)
+            digest = hashlib.file_digest(handle, "sha256").hexdigest()
+            found[name] = FileFacts(os.fstat(handle.fileno()).st_size, digest)
     return found
 
 
 def reading(folder: Place, name: str) -> BufferedReader:
-    """A regular file below `folder`, open; `name` may have several components.
-    DamagedFileError where it is absent or no regular file, or the name leads elsewhere; OSError
-    where the file system does not answer, or somebody else could have written it.
+    """A regular file in `folder`, open. DamagedFileError where it is absent or no regular file, or the
+    name leads elsewhere; OSError where the file system does not answer, or somebody else could have
+    written it.
     """
     if not is_plain(name):
         raise DamagedFileError("is not a name inside the artefact")
-    *above, last = name.split("/")
-    for part in above:
-        folder = folder / part
     try:
-        path = folder.checked() / last
+        path = folder.checked() / name
         handle = _opened_file(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DamagedFileError("is missing") from None
-    except NotADirectoryError:
-        raise DamagedFileError("is not in a directory") from None
     try:
-        folder.judge_file(os.fstat(handle.fileno()), last, os.stat(path.parent))
+        folder.judge_file(os.fstat(handle.fileno()), name, os.stat(path.parent))
     except BaseException:
         handle.close()
         raise
@@ -209,21 +203,6 @@ def parse_json(text: str) -> Any:
         raise DamagedFileError("is not readable JSON") from None
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Everything in a tree that is no directory. `os.walk` would leave out an entry whose kind it
-    cannot find out, and so publish an incomplete artefact.
-    """
-    mode = inherited_mode(os.stat(folder), DIRECTORY_BITS)
-    for name in sorted(os.listdir(folder)):
-        path = folder / name
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            yield path
-            continue
-        set_mode(path, mode)
-        yield from _files_below(path)
-        sync_dir(path)
-
-
 def _opened_file(path: Path) -> BufferedReader:
     """A regular file, open. The descriptor decides that it is one, because the name may stand for
     something else a moment later.
@@ -268,15 +247,10 @@ def sync_dir(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _facts_of(handle: BufferedReader) -> FileFacts:
-    digest = hashlib.file_digest(handle, "sha256").hexdigest()
-    return FileFacts(os.fstat(handle.fileno()).st_size, digest)
-
-
 def is_plain(name: str) -> bool:
-    """Whether a relative name stays in its directory and can be one."""
+    """Whether it is the name of an entry of a directory."""
     try:
         name.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
         return False
-    return all(part not in {"", ".", ".."} and "\0" not in part for part in name.split("/"))
+    return name not in {"", ".", ".."} and not {"/", "\0"} & set(name)

@@ -153,7 +153,7 @@ def _by_key(pack: Pack, members: dict[str, bytes]) -> dict[CompileKey, dict[str,
     keys = {_folder_of(key): key for key in pack.artefacts}
     found: dict[CompileKey, dict[str, bytes]] = {key: {} for key in pack.artefacts}
     for member, content in members.items():
-        folder, name = "/".join(member.split("/")[:3]), "/".join(member.split("/")[3:])
+        folder, _, name = member.rpartition("/")
         if folder not in keys or name == MANIFEST or not is_plain(name):
             raise PackError(f"{member!a} has no business there")
         found[keys[folder]][name] = content
@@ -164,9 +164,7 @@ def _by_key(pack: Pack, members: dict[str, bytes]) -> dict[CompileKey, dict[str,
 
 def _extract(files: dict[str, bytes], folder: Path) -> None:
     for name, content in files.items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
+        (folder / name).write_bytes(content)
 
 
 def _folder_of(key: CompileKey) -> str:

@@ -98,7 +98,6 @@ class ArtefactReader:
         # the new directory.
         for name, facts in artefact.manifest["files"].items():
             target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
             with files.reading(source, name) as handle, open(target, "xb") as copy:
                 shutil.copyfileobj(handle, copy)
             # The new manifest will describe the copy, so a copy that differs must not get that far.

@@ -249,7 +249,7 @@ class ArtefactStore(ArtefactReader):
         # manifest is written and flushed last, so the rename publishes nothing that a power cut
         # could still take away.
         files.remove_tree(staging / SCRATCH)
-        manifest = json.dumps(describe(key, files.sync_tree(staging), seconds), indent=1)
+        manifest = json.dumps(describe(key, files.sync_files(staging), seconds), indent=1)
         files.write_text(staging / MANIFEST, manifest)
         files.sync_dir(staging.checked())
         target.parent.checked(make=True)
