@@ -162,14 +162,8 @@ def kernel_lines(report: Report) -> list[tuple[str, str]]:
 
 def cache_line(state: CacheState) -> str:
     """Path and state of one cache directory."""
-    exists = f"{mebibytes(state.size_bytes)} used" if state.exists else "not created yet"
-    access = "writable" if state.writable else "not writable"
-    return f"{state.path} ({exists}, {access}, {mebibytes(state.free_bytes)} free)"
-
-
-def mebibytes(size: int) -> str:
-    """`12.5 MiB`."""
-    return f"{size / (1 << 20):,.1f} MiB"
+    exists = "there" if state.exists else "not created yet"
+    return f"{state.path} ({exists}, {state.problem or 'takes kernels'})"
 
 
 def self_test_table(report: Report) -> Table:

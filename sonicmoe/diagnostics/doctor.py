@@ -8,8 +8,6 @@ import importlib.util
 import os
 import platform
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +16,11 @@ from typing import Any
 from .. import __version__
 from ..config import FLAGS, FLEETS_VARIABLES, HONOURED_VARIABLES, ResolvedConfig, unknown_flags
 from ..errors import ConfigError, FrameworkError
-from ..flags import DIRECTORY, Flag, spelling
+from ..flags import DIRECTORY, spelling
 from ..frameworks import FrameworkMissingError, choose, load
 from ..host import install_hint
 from ..jit.carried import carried
+from ..jit.files import describe_problem, probe
 from ..jit.key import package_versions
 from ..jit.place import Trust, refusal, shared_trust
 from ..jit.toolchain import find_toolkit
@@ -33,7 +32,6 @@ DISTRIBUTIONS = (
 )  # fmt: skip
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 CARRIER = "paddlefleet_ops"  # of Paddle; it brings a sonicmoe along inside
-LOW_SPACE_BYTES = 1 << 30
 # The self-test runs these precisions in this order, in which the screen shows them too.
 PRECISIONS = ("bf16", "fp8")
 COMPILE_COMMAND = "sonicmoe doctor --self-test"
@@ -54,21 +52,18 @@ class DoctorFinding:
 
 @dataclass(frozen=True)
 class CacheState:
-    """A cache directory. `writable` and `free_bytes` are those of the nearest existing parent while
-    it does not exist.
+    """A cache directory.
 
     `warmed` says what complete warm-ups recorded there: one line a model, with the versions that
-    compiled it. `refused` says why it is not used, where others can write there.
+    compiled it. `problem`: why kernels are not stored there, or why it is not used at all, because
+    others can write there.
     """
 
     role: str
     path: str
     exists: bool
-    writable: bool = False
-    size_bytes: int = 0
-    free_bytes: int = 0
-    warmed: tuple[str, ...] = ()
-    refused: str = ""
+    warmed: tuple[str, ...]
+    problem: str
 
 
 @dataclass
@@ -242,13 +237,17 @@ def examine_caches(report: Report, config: ResolvedConfig) -> None:
         except ConfigError as error:
             report.error(str(error), f"set {flag.env} to a directory that can be written")
             continue
+        role = flag.field.removesuffix("_dir")
         # The node-local copy is this user's alone, whatever the configuration trusts.
         own = flag.field == "local_cache_dir"
-        trust = Trust.OWNER if own else shared_trust(config.trust_cache)
-        state = examine_cache(report, flag, path, trust)
-        if state.refused:
-            words = f"{state.role} {path} is not used"
-            report.warning(words, f"{state.refused} (docs/security.md)")
+        refused = refusal(path, Trust.OWNER if own else shared_trust(config.trust_cache))
+        problem = refused or blocked(path)
+        if refused:
+            report.warning(f"{role} {path} is not used", f"{refused} (docs/security.md)")
+        elif problem:
+            remedy = f"what is already compiled there can be used; set {flag.env} to another one"
+            report.warning(f"{role} {path} takes no kernels: {problem}", remedy)
+        state = CacheState(role, str(path), path.exists(), warmed_models(path), problem)
         report.caches.append(state)
 
 
@@ -264,30 +263,6 @@ def examine_carried(report: Report) -> None:
     if held.misfit:
         what, _, remedy = held.misfit.partition("; ")
         report.warning(what, remedy or "install the wheel for this kind of machine")
-
-
-def examine_cache(report: Report, flag: Flag[Path], path: Path, trust: Trust) -> CacheState:
-    """Look at one cache directory without creating it."""
-    role = flag.field.removesuffix("_dir")
-    # Doctor creates nothing. Writability and free space of a directory that does not exist yet are
-    # those of the parent in which it would be made.
-    existing = nearest_existing(path)
-    if not existing.is_dir():
-        what = f"{role} {path}: {existing} is not a directory"
-        report.error(what, f"set {flag.env} to a directory")
-        return CacheState(role, str(path), path.exists())
-    free = shutil.disk_usage(existing).free
-    state = CacheState(
-        role, str(path), path.exists(), is_writable(existing), tree_size(path), free,
-        warmed_models(path), refusal(path, trust),
-    )  # fmt: skip
-    if not state.writable:
-        remedy = f"only what is already compiled there can be used; set {flag.env}"
-        report.warning(f"{role} {path} is not writable", remedy)
-    elif state.free_bytes < LOW_SPACE_BYTES:
-        what = f"{role} {path} has {state.free_bytes >> 20} MiB free"
-        report.warning(what, f"free some space or set {flag.env}")
-    return state
 
 
 def warmed_models(path: Path) -> tuple[str, ...]:
@@ -310,32 +285,16 @@ def warmed_models(path: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def nearest_existing(path: Path) -> Path:
-    """`path` or its closest parent that exists."""
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-
-
-def is_writable(directory: Path) -> bool:
-    """Whether a file can really be made there (permission bits lie on network and read-only file
-    systems).
+def blocked(path: Path) -> str:
+    """Why a kernel cannot be stored in a directory, or ""; of one that does not exist, in the parent
+    where it would be made. Creates nothing that stays.
     """
+    places = (path.absolute(), *path.absolute().parents)
     try:
-        with tempfile.TemporaryFile(dir=directory):
-            return True
-    except OSError:
-        return False
-
-
-def tree_size(path: Path) -> int:
-    """Bytes of all files below `path`; a file that vanishes meanwhile counts as nothing."""
-    total = 0
-    for parent, _, names in os.walk(path):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:
-                continue
-    return total
+        probe(next(place for place in places if place.exists()))
+    except OSError as error:
+        return describe_problem(error)
+    return ""
 
 
 def load_framework(report: Report, requested: str, progress: Progress) -> bool:

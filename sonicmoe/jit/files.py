@@ -178,9 +178,8 @@ def remove_tree(folder: Place) -> None:
         shutil.rmtree(folder.parent.checked() / folder.name, ignore_errors=True)
 
 
-def probe(folder: Place) -> None:
-    """Raise the OSError that a compile into `folder` would meet, if any."""
-    path = folder.checked()
+def probe(path: Path) -> None:
+    """Raise the OSError that a compile into a directory would meet, if any."""
     room = os.statvfs(path)
     # Some network file systems do not count and report no blocks at all.
     if room.f_blocks and room.f_bavail * room.f_frsize < _LEAST_FREE_BYTES:

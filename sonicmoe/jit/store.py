@@ -153,7 +153,7 @@ class ArtefactStore(ArtefactReader):
                 self._sweep(key, lock, staging)
             # Asked before the compiler runs, because a compile takes seconds and a kernel that
             # cannot be stored is compiled again.
-            files.probe(staging)
+            files.probe(staging.checked())
         except BaseException:
             files.remove_tree(staging)
             raise
@@ -207,7 +207,7 @@ class ArtefactStore(ArtefactReader):
         # A compiler on a full disk fails with its own words and its own error type, so a write of
         # our own tells whether the directory was the cause.
         try:
-            files.probe(staging)
+            files.probe(staging.checked())
         except OSError as cause:
             return describe_problem(cause)
         return None

@@ -1,5 +1,6 @@
 """The doctor: what it finds, what it exits with, and that its self-test can fail."""
 
+import errno
 import json
 import math
 import os
@@ -336,8 +337,8 @@ def test_a_directory_that_cannot_be_found_is_an_error_that_names_its_variable(
          "warning", "CUDA_HOME=TMP/none does not exist", "point it at an existing path"),
         ({"CUDA_HOME": "TMP"}, "warning", "CUDA_HOME=TMP has no bin/nvcc, so it is ignored",
          "point it at a CUDA toolkit, or unset CUDA_HOME"),
-        ({"SONIC_MOE_CACHE_DIR": "TMP/file/cache"}, "error", "cache TMP/file/cache: TMP/file is not a directory",
-         "set SONIC_MOE_CACHE_DIR to a directory"),
+        ({"SONIC_MOE_CACHE_DIR": "TMP/file/cache"}, "warning",
+         "cache TMP/file/cache takes no kernels: Not a directory (ENOTDIR)", "what is already compiled there"),
     ],
 )  # fmt: skip
 def test_a_variable_and_its_problem(tmp_path, environ, severity, what, remedy):
@@ -375,34 +376,32 @@ def test_cache_that_others_can_write_is_named(tmp_path, own, mode, refused):
     report = examined(environ)
     (state,) = [state for state in report.caches if state.exists]
     if refused is None:
-        assert (report.problems, state.refused) == ([], "")
+        assert (report.problems, state.problem) == ([], "")
         return
     assert [problem.what for problem in report.problems] == [f"{state.role} {folder} is not used"]
-    assert f"{folder} {refused}" in report.problems[0].remedy and refused in state.refused
+    assert f"{folder} {refused}" in report.problems[0].remedy and refused in state.problem
     assert bool(examined(environ | {"SONIC_MOE_TRUST_CACHE": "1"}).problems) == own
 
 
-def test_cache_size_is_counted_and_nothing_is_created(tmp_path, monkeypatch):
-    kernels = tmp_path / "cache" / "kernels"
-    kernels.mkdir(parents=True)
-    (kernels / "a.bin").write_bytes(b"x" * 1000)
-    (kernels.parent / "b.bin").write_bytes(b"x" * 24)
-    report = Report()
-    places = (str(kernels.parent), str(tmp_path / "new" / "local"))
-    config = examine_flags(report, dict(zip(CACHES, places, strict=True)))
-    examine_caches(report, config)
-    cache, local = report.caches
-    assert (cache.exists, cache.writable, cache.size_bytes) == (True, True, 1024)
-    assert (local.exists, local.writable, local.size_bytes) == (False, True, 0)
-    assert cache.free_bytes > 0 and not (tmp_path / "new").exists()
+def test_a_cache_that_takes_no_kernels_is_named_and_nothing_is_created(tmp_path, monkeypatch):
+    cache, local = tmp_path / "cache", tmp_path / "new" / "local"
+    cache.mkdir()
+    environ = dict(zip(CACHES, map(str, (cache, local)), strict=True))
+    report = examined(environ)
+    assert [(state.exists, state.problem) for state in report.caches] == [(True, ""), (False, "")]
+    assert report.problems == [] and list(tmp_path.rglob("*")) == [cache]
+    real = os.open
 
-    def read_only(**_):
-        raise OSError(30, "Read-only file system")
+    def read_only(path, *rest):
+        if str(path).startswith(str(cache)):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, *rest)
 
-    monkeypatch.setattr(doctor_module.tempfile, "TemporaryFile", read_only)
-    examine_caches(report, config)
-    assert not report.caches[2].writable
-    assert ("warning", f"cache {kernels.parent} is not writable") in messages(report)
+    monkeypatch.setattr(os, "open", read_only)
+    found = examined(environ)
+    words = "Read-only file system (EROFS)"
+    assert [state.problem for state in found.caches] == [words, ""]
+    assert messages(found) == [("warning", f"cache {cache} takes no kernels: {words}")]
 
 
 def test_without_any_framework():
