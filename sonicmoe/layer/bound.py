@@ -9,7 +9,7 @@ asked. Where it differs, the layer is bound anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..interop import (
 )
 from ..out_of_memory import raise_with_advice
 from ..weights.cache import Binding, PreparedWeights, Reading
-from ..weights.changes import announce_change, change_watchers, traces_of
+from ..weights.changes import Traces, announce_change, change_watchers, traces_of
 from ..weights.copies import WeightCopies
 from ..weights.lent import lent_by
 from ..weights.parameters import ExpertParameters, check_memory
@@ -72,39 +72,30 @@ class BoundLayer:
             parameters: read from the layer a moment ago.
             copies: as of `read`.
         """
+        # What decides the plan, and what the weights.
+        asked = own, resolved, device_of(x), kind
+        bound = self._binding
+        plan = bound.plan if bound is not None and bound.guard[0] == asked else None
         if copies is not None:
-            plan = own.fitted(x, *kind)
-            return plan, self._advised(plan, parameters, copies)
+            plan = plan or own.fitted(x, *kind)
+            return plan, self._advised(plan, self.read, parameters, copies)
         if IS_PADDLE:  # whose freed tensors must not be asked where they lie
             check_memory(parameters)
-        guard = (
-            own,
-            resolved,
-            device_of(x),
-            kind,
-            self._parameters.layout,
-            [*map(data_ptr, parameters)],
-            parameters[0].dtype,
-            traces_of(parameters),
-            self._announced,
-            grad_enabled(),
-            is_capturing(x),
-        )
-        bound = self._binding
+        layout, dtype = self._parameters.layout, parameters[0].dtype
+        place, traces = (layout, *map(data_ptr, parameters), dtype), traces_of(parameters)
+        guard = asked, place, traces, self._announced, grad_enabled(), is_capturing(x)
         if bound is not None and bound.guard == guard:
             reading = bound.again(parameters[0])
             if reading is not None:
                 return bound.plan, reading
-        plan = own.fitted(x, *kind)
-        reading = self._advised(plan, parameters)
+        plan = plan or own.fitted(x, *kind)
+        reading = self._advised(plan, self._read_at, parameters, place, traces)
         self._binding = Binding.of(guard, plan, reading)
         return plan, reading
 
-    def _advised(
-        self, plan: Plan, parameters: Sequence[Tensor], copies: WeightCopies | None = None
-    ) -> Reading:
+    def _advised(self, plan: Plan, read: Callable[..., Reading], *given: Any) -> Reading:
         try:
-            return self.read(plan.chosen, plan.settings, parameters, copies)
+            return read(plan.chosen, plan.settings, *given)
         except Exception as error:
             raise_with_advice(error, "forward", plan.settings)
             raise
@@ -123,7 +114,6 @@ class BoundLayer:
             parameters: read from the layer a moment ago, if they were.
             copies: what to read in place of the parameters, where the settings have an FP8 recipe.
         """
-        self._binding = None
         parameters = parameters or self._parameters.parameters()
         if copies is not None and settings.recipe is not None:
             # Weights that this layer has prepared before would lie beside the copies.
@@ -131,16 +121,26 @@ class BoundLayer:
             return copies.read(engine, settings, self._parameters, parameters)
         if IS_PADDLE:
             check_memory(parameters)
-        place, announced = self._parameters.place(parameters), self._announced
+        place = self._parameters.place(parameters)
+        return self._read_at(engine, settings, parameters, place, traces_of(parameters))
+
+    def _read_at(
+        self,
+        engine: Engine,
+        settings: EngineSettings,
+        parameters: Sequence[Tensor],
+        place: tuple[Any, ...],
+        traces: Traces,
+    ) -> Reading:
+        self._binding, announced = None, self._announced
         # PyTorch gives a weight without memory the address 0. The place needs the addresses
         # anyway, and asking every weight for its memory would take longer than a launch.
         if 0 in place:
             check_memory(parameters)
-        source, traces = partial(self._parameters.source, parameters), traces_of(parameters)
         reading = self._prepared.read(
             engine,
             settings,
-            source,
+            partial(self._parameters.source, parameters),
             parameters[0],
             place,
             traces,
@@ -153,8 +153,7 @@ class BoundLayer:
         # Last, because a read that raised has not used up the announcement.
         self._read = announced
         if reading.weights.store is None and grad_enabled():
-            given = parameters, reading.weights, traces.versions
-            reading.lent, reading.weights = lent_by(*given)
+            reading.lent, reading.weights = lent_by(parameters, reading.weights, traces.versions)
         return reading
 
     def invalidate(self, event: str = "invalidate_caches() announced a write") -> None:

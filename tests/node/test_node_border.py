@@ -97,7 +97,7 @@ class TestConfiguration:
         for name in of_calls:
             watch(ReferenceEngine, name)
         watch(plan, "ready_engine")
-        watch(BoundLayer, "read")
+        watch(BoundLayer, "_read_at")
         watch(GradientSink, "close")
         watch(GradientSink, "flush")
         config = SonicMoEConfig(cache_dir=tmp_path, forbid_compile=True)
@@ -107,12 +107,12 @@ class TestConfiguration:
         call.backward()
         with nullcontext() if explicit else config.activate():
             layer.node.step()
-        everywhere = *of_calls, "ready_engine", "read", "close", "flush"
+        everywhere = *of_calls, "ready_engine", "_read_at", "close", "flush"
         assert seen == dict.fromkeys(everywhere, (tmp_path, True))
         seen.clear()
         with nullcontext() if explicit else config.activate():
             layer.node.prequantize_weights()
-        assert "read" in seen and set(seen.values()) == {(tmp_path, True)}
+        assert "_read_at" in seen and set(seen.values()) == {(tmp_path, True)}
 
 
 class TestRefusals:
