@@ -29,7 +29,6 @@ from ..interop import (
     device_name,
     dtype_name,
     grad_enabled,
-    is_dense,
     require_framework_tensor,
     require_same_device,
     requires_grad,
@@ -152,9 +151,8 @@ class Arrivals(NamedTuple):
             and self.biases is None
             and self.adapters is None
             and not self.is_sorted
-            and are_indices_and_probs(self.indices, self.probs)
             and isinstance(x, torch.Tensor)
-            and is_dense(x)
+            and are_indices_and_probs(self.indices, self.probs, x)
             and x.dtype in TOKEN_DTYPES
             and tuple(x.shape) == (self.indices.shape[0], hidden)
         )

@@ -59,13 +59,13 @@ def check_indices_and_probs(indices: Any, probs: Any, num_experts: int) -> None:
     require_same_device([("dispatched_indices", indices), ("dispatched_probs", probs)])
 
 
-def are_indices_and_probs(indices: Any, probs: Any) -> bool:
-    """Whether the pair is as needed."""
+def are_indices_and_probs(indices: Any, probs: Any, *others: Tensor) -> bool:
+    """Whether the pair is as needed, and the other tensors are dense."""
     # Asked at every forward, so it composes no message.
     return (
         isinstance(indices, torch.Tensor)
         and isinstance(probs, torch.Tensor)
-        and is_dense(indices, probs)
+        and is_dense(indices, probs, *others)
         and len(indices.shape) == 2
         and indices.shape == probs.shape
         and indices.dtype in INDEX_DTYPES

@@ -120,12 +120,18 @@ class Binding(NamedTuple):
         return cls(guard, plan, prepared, reading.weights, reading.lent)
 
     def again(self, anchor: Tensor) -> Reading | None:
-        """The weights for a forward under the same guard; None where the layer must be bound anew.
-        anchor: as of `PreparedWeights.read`.
+        """The weights for a forward under the same guard, for which the engine looks for writes that
+        the host does not see; None where the layer must be bound anew. anchor: as of
+        `PreparedWeights.read`.
         """
         prepared = self.prepared
-        if not prepared.again(self.plan.chosen, anchor):
-            return None
+        held, streams = prepared.weights, prepared.streams
+        streams.enter(anchor)
+        try:
+            if held is None or not self.plan.chosen.keep(held):
+                return None
+        finally:
+            streams.leave()
         return Reading(self.weights, prepared, prepared.writes, self.lent)
 
 
@@ -136,7 +142,8 @@ class PreparedWeights:
         kept.
     writes: how many of the writes to the parameters showed on the host.
     captures: whether the last read was recorded by a CUDA graph, which holds addresses only.
-    is_settled: whether a forward after an equal one needs `again` alone: the weights are kept, and in
+    streams: the order of all that reads or makes the weights.
+    is_settled: whether a forward after an equal one needs `Binding.again` alone: the weights are kept, and in
         every order that a forward or its backward may want.
     """
 
@@ -149,7 +156,7 @@ class PreparedWeights:
         self._key: tuple[Any, ...] | None = None
         self._traces = Traces()
         self._backwards = 0  # beside which a forward read the weights, since they changed
-        self._streams = StreamOrder()
+        self.streams = StreamOrder()
 
     def read(
         self,
@@ -208,7 +215,7 @@ class PreparedWeights:
             # written from those who read both. So these get codes of their own.
             held, grows = None, False
         # A forward on another stream must wait for the launches that made what it reads.
-        self._streams.enter(anchor)
+        self.streams.enter(anchor)
         try:
             if held is None or grows or not engine.keep(held, changed):
                 # Views of the parameters are no part of the caller's graph.
@@ -217,7 +224,7 @@ class PreparedWeights:
         finally:
             # Recorded after `refresh`, so that a later forward on another stream waits for these
             # launches, also where one of them failed.
-            self._streams.leave()
+            self.streams.leave()
         # `traces` are from before `refresh` read the weights. A write in between is therefore found
         # by the next forward, and never lost.
         self._key, self._traces = key, traces
@@ -231,19 +238,8 @@ class PreparedWeights:
         self.is_settled = self.weights is not None and is_whole and not self.captures
         return Reading(held, self, self.writes)
 
-    def again(self, engine: Engine, anchor: Tensor) -> bool:
-        """Have the engine look for writes that the host does not see, for a forward after an equal one
-        (`is_settled`); False where it asks for `read`. anchor: as of `read`.
-        """
-        held = self.weights
-        self._streams.enter(anchor)
-        try:
-            return held is not None and engine.keep(held)
-        finally:
-            self._streams.leave()
-
     def lend(self) -> None:
         """A forward that starts now reads the weights as they are, without their source."""
         assert self.weights is not None
-        self._streams.enter(tensors_of(self.weights.w2_dgrad)[0])
-        self._streams.leave()
+        self.streams.enter(tensors_of(self.weights.w2_dgrad)[0])
+        self.streams.leave()

