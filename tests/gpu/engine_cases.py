@@ -35,13 +35,6 @@ SIZES_OF_MODELS = [
 ]
 # H and I at which 860 032 tokens give tensors of more than 2^31 elements.
 MANY_TOKENS, SMALL = 860_032, (128, 1280)
-# (T, H, I, E, K): tiles end inside of I and of H, I is an odd multiple of 8, one expert, many
-SHAPES_OF_GRADIENTS = [
-    (700, 512, 384, 6, 3),
-    (300, 264, 200, 4, 2),
-    (130, 2880, 72, 1, 1),
-    (600, 128, 136, 130, 4),
-]
 REFERENCE = ReferenceEngine()
 # An FP8 code is 6 to 12 % wide: values that differ by 1e-3 disagree in 1 % of the codes, which is 1
 # % of relative RMSE. A rounding to 16 bits is 1.7e-3 of it, and of db1 another one.

@@ -9,7 +9,7 @@ import itertools
 from dataclasses import replace
 
 import torch
-from gpu.device import captured, fill_free_memory, raw
+from gpu.device import captured, raw
 
 from sonicmoe.engine.gradient_places import GradientPlaces, wgrad_destination
 from sonicmoe.engine.interface import EngineSettings, GradientMode, GradientTargets
@@ -78,10 +78,6 @@ class Memory:
             start += m * n + 8
         return targets
 
-    def permuted(self, sizes, experts):
-        """In the other order of axes, rows padded."""
-        return self.each(sizes, experts, lambda m, n: self.allocate(n + 1, m + 16)[:n, 8:-8].t())
-
     def some_frozen(self, sizes, experts):
         """As `own`, but for parameters of every third expert."""
         up, down = self.own(sizes, experts)
@@ -106,30 +102,6 @@ class Memory:
 
         def make(m, n):
             return self.allocate(experts, m * n + 12)[:, 8:-4].unflatten(1, (m, n))
-
-        return self.together(sizes, experts, make)
-
-    def padded(self, sizes, experts):
-        """Rows and experts apart from each other."""
-
-        def make(m, n):
-            return self.allocate(experts, m + 1, n + 16)[:, :m, 8:-8]
-
-        return self.together(sizes, experts, make)
-
-    def stacked_permuted(self, sizes, experts):
-        """The other order of a matrix's axes, rows padded."""
-
-        def make(m, n):
-            return self.allocate(experts, n + 1, m + 8)[:, :n, 4:-4].transpose(1, 2)
-
-        return self.together(sizes, experts, make)
-
-    def experts_inside(self, sizes, experts):
-        """Rows of all experts side by side."""
-
-        def make(m, n):
-            return self.allocate(m, experts, n + 4)[:, :, :-4].transpose(0, 1)
 
         return self.together(sizes, experts, make)
 
@@ -198,31 +170,6 @@ def accumulated(case, engine, pending):
     engine.backward_dw(replace(pending), sums)
     assert sums.dw1.any() and sums.dw2.any()
     return sums.dw1, sums.dw2
-
-
-def check_addition(case, memory, engine, settings=None):
-    """One backward adds what accumulating and flushing would, in memory that held NaN."""
-    pending = pending_of(case, engine, settings)
-    assert engine.problem_of(memory.targets, pending.settings) is None
-    gradients = accumulated(case, engine, pending)
-    fill_free_memory(0xFF)
-    engine.backward_dw(pending, memory.targets)
-    assert not memory.targets.adding and pending.dz is None
-    memory.take(*gradients)
-
-
-def check_frozen_projections(case, memory, engine, settings=None):
-    """Either projection or both: nothing is added, and the operands are dropped all the same."""
-    for frozen in (("up",), ("down",), ("up", "down")):
-        pending = pending_of(case, engine, settings)
-        dw1, dw2 = accumulated(case, engine, pending)
-        nothing = GradientPlaces.stacked(None, len(dw1), memory.layout)
-        wanted = {name: getattr(memory.targets, name) for name in ("up", "down")}
-        targets = GradientTargets(**wanted | dict.fromkeys(frozen, nothing))
-        assert engine.problem_of(targets, pending.settings) is None
-        engine.backward_dw(pending, targets)
-        assert pending.x is None
-        memory.take(dw1 * ("up" not in frozen), dw2 * ("down" not in frozen))
 
 
 def check_replays(case, layout, arrangement, engine, settings=None):

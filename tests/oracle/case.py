@@ -50,6 +50,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "trains": ("all", "biases", "b1", "b2", "weights"),
     "arrangement": ("per_expert", "fused", "native", "concat", "halves", "turned", "numbered"),
     "gradients": ("autograd", "main_grad", "unset"),
+    "places": ("contiguous", "padded", "turned"),
     "flush": ("auto", "step"),
     "first": ("add", "overwrite"),
     "arrivals": ("plain", "x", "dout", "both"),
@@ -79,7 +80,8 @@ class Case:
     columns in turns, "numbered" matrices of two modules as Megatron-Core has them. recipe: "none",
     or of FP8. own: the layer has activation parameters of its own. adapters: projections that have a
     low-rank pair. trains: which of weights and biases. gradients: where those of weights go: `.grad`,
-    a `main_grad` that holds something, or one that is None. arrivals: what its sender has quantised.
+    a `main_grad` that holds something, or one that is None. places: how elements of such a
+    `main_grad` lie (`held.spelled`). arrivals: what its sender has quantised.
     spelling: how x, the probabilities, the ids and the gradient of the output lie in memory. scene:
     which part of an operand is `LOUD` times as large. schedule: one micro-batch, two, two whose
     backwards come in the other order, one whose forward runs again (for an odd seed in the re-entrant
@@ -97,6 +99,7 @@ class Case:
     trains: str = "all"
     arrangement: str = "per_expert"
     gradients: str = "autograd"
+    places: str = "contiguous"
     flush: str = "auto"
     first: str = "add"
     arrivals: str = "plain"

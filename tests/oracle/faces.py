@@ -80,8 +80,8 @@ class Layer:
         }
         for weight in self.weights:
             if case.gradients != "autograd":
-                held = np.full(tuple(weight.shape), HELD)
-                held = None if case.gradients == "unset" else spelled(self.tensor(held))
+                held = self.tensor(np.full(tuple(weight.shape), HELD))
+                held = None if case.gradients == "unset" else spelled(held, case.places)
                 weight.main_grad = held
             if case.frozen:
                 want_gradient(weight, False)
@@ -508,6 +508,7 @@ class Fleet(Layer):
         "arrangement": ("native", "fused"), "dtype": ("bfloat16",), "bias": (False,),
         "adapters": ("none",), "flush": ("auto",), "first": ("add",), "arrivals": ("plain",),
         "activation": tuple(GATED), "spelling": ("contiguous",), "schedule": EAGER,
+        "places": ("contiguous",),
     }  # fmt: skip
     make_weights = Stacked.make_weights
     counts = Node.counts
@@ -616,7 +617,7 @@ def _that_exclude_each_other(case: Case, engine: str) -> dict[str, Any]:
     if case.activation not in OWN or (case.face, case.activation) == ("fleet", "swiglu_oai"):
         changes["own"] = False
     if IS_PADDLE:
-        changes["spelling"] = "contiguous"
+        changes |= {"spelling": "contiguous", "places": "contiguous"}
     if case.arrangement == "halves" and not case.gated:
         changes["arrangement"] = "native"
     if case.arrivals != "plain":
@@ -627,7 +628,9 @@ def _that_exclude_each_other(case: Case, engine: str) -> dict[str, Any]:
         )
     if case.frozen:
         changes |= {"gradients": "autograd", "flush": "auto", "first": "add"}
-    if changes.get("gradients", case.gradients) != "main_grad" or case.flush == "step":
+    if changes.get("gradients", case.gradients) != "main_grad":
+        changes |= {"first": "add", "places": "contiguous"}
+    elif case.flush == "step":
         changes["first"] = "add"
     return changes | _of_sizes(case, engine)
 

@@ -4,6 +4,7 @@ storages are compared, the bytes between and around a view's own too. Paddle sho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,18 +14,27 @@ from framework import IS_PADDLE, numpy, torch
 from sonicmoe.interop import data_ptr
 
 MARGIN = 64  # elements around a tensor, enough to keep it aligned
-SPELLINGS = ("contiguous", "strided")
+PADDING = 8  # elements between rows
 
 
 def spelled(values: Any, spelling: str = "contiguous") -> Any:
-    """These values inside a larger memory of zeros: in one piece, or in every second element of it."""
+    """These values inside a larger memory of zeros: in one piece, "strided" in every second element of it,
+    "padded" with elements between rows, or "turned", where columns of a matrix lie like padded rows.
+    """
     if IS_PADDLE:
         return values.detach()
-    step = 2 if spelling == "strided" else 1
-    size = 2 * MARGIN + step * values.numel()
+    packed, step = values.contiguous(), 2 if spelling == "strided" else 1
+    sizes, turn = list(packed.shape), spelling == "turned"
+    if turn:
+        sizes[-2:] = sizes[:-3:-1]
+    width = sizes[-1] + PADDING if spelling in ("padded", "turned") else sizes[-1]
+    strides = [
+        step * stride for stride in torch.empty((*sizes[:-1], width), device="meta").stride()
+    ]
+    if turn:
+        strides[-2:] = strides[:-3:-1]
+    size = 2 * MARGIN + step * math.prod(sizes[:-1]) * width
     memory = torch.zeros(size, dtype=values.dtype, device=values.device)
-    packed = values.contiguous()
-    strides = [step * stride for stride in packed.stride()]
     return memory.as_strided(packed.shape, strides, MARGIN).copy_(packed).detach()
 
 
@@ -75,9 +85,10 @@ def untouched(**tensors: Any) -> Iterator[None]:
 
 
 def written_beside(memory: Any) -> bool:
-    """Whether something stands around a tensor of `spelled` that was zeros."""
+    """Whether something stands around a tensor of `spelled`, or between its elements, that was zeros."""
     if IS_PADDLE:
         return False
-    whole = storage_bytes(memory)
-    edge = MARGIN * memory.element_size()
-    return bool(whole[:edge].any()) or bool(whole[-edge:].any())
+    whole = torch.empty(0, dtype=memory.dtype, device=memory.device)
+    whole = whole.set_(memory.detach().untyped_storage()).clone()
+    whole.as_strided(memory.shape, memory.stride(), memory.storage_offset()).zero_()
+    return bool(whole.view(torch.uint8).any())

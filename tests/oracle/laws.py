@@ -22,7 +22,7 @@ PLAIN = {"float32": 1e-5, "bfloat16": 1.2e-2, "float16": 2e-3}
 # of x and w1 flips whole entries of dz.
 E4M3, ACROSS_A_JUMP = (0.075, 0.3), (0.3, 2.0)
 NARROW = 0.2  # a sum of one product has the error of one
-FLIPS = 0.15  # the same of 16-bit values
+FLIPS, A_FLIP = 0.15, 2.5  # the same of 16-bit values, and what one of them adds among few
 A_ROUNDING = 5e-3
 JUMPS = ("relu", "reglu", "swiglu_oai", "swiglu_clamp")
 
@@ -32,13 +32,15 @@ def bar(case: Case, scene: Scene, name: str) -> float:
     loud = case.scene != "usual"
     if not case.fp8 and case.arrivals == "plain":
         flips = case.dtype != "float32" and case.activation in JUMPS
-        return FLIPS if flips else PLAIN[case.dtype] * (1 + loud)
+        among = max(int(scene.valid.sum()) * scene.down.shape[1], 1) ** 0.5
+        return FLIPS + A_FLIP / among if flips else PLAIN[case.dtype] * (1 + loud)
     # An output that an outlier decides has the errors of few numbers, and bounds both halves of SiTU-GLU.
     jumps = case.activation in (*JUMPS, "situ_glu") if loud else case.activation in JUMPS
     base, of_one = ACROSS_A_JUMP if jumps else E4M3
-    if case.scene == "w1 unit" and name == "dx":
-        # Its loud row of w1 multiplies the few slopes that the rounding of a large z has moved.
-        return 10.0
+    if case.scene == "w1 unit" and name in ("dx", "db1"):
+        # Its loud row of w1 multiplies the few slopes that the rounding of a large z has moved, and
+        # sums of dz have few others.
+        return 10.0 if name == "dx" else 1.0
     few = of_one / max(int(scene.valid.sum()), 1) ** 0.5
     narrow = NARROW / min(scene.down.shape[1:]) ** 0.5
     return (2.2 if loud else 1.0) * (base + few + narrow)
