@@ -171,6 +171,21 @@ class CombineCall(DifferentiableCall):
         return (self.route.combine_backward(*gradients),), []
 
 
+def _run(call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> Any:
+    """The outputs of a call, under autograd where an input wants a gradient. Elsewhere the autograd
+    function is left out: no backward comes for which it would have to keep the route.
+    """
+    autograd.refuse_transforms(inputs)
+    if grad_enabled() and any(map(requires_grad, inputs)):
+        return autograd.apply(call, inputs)
+    try:
+        with plain_ops():
+            return call.forward(tuple([each.detach() for each in inputs]), save=False)[0]
+    except Exception as error:
+        call.explain(error, "forward")
+        raise
+
+
 class Dispatcher:
     """Tokens to their experts and back, by DeepEP's algebra over a `Transport`. Both calls, and
     their backwards, are collectives: every rank makes them, in one order.
@@ -246,33 +261,14 @@ class Dispatcher:
         # is to be quantised still needs an operation whose backward does it.
         if not handle.transport.moves and handle.gradient is None:
             return out
-        autograd.refuse_transforms((out,))
-        if grad_enabled() and requires_grad(out):
-            return autograd.apply(CombineCall(handle), (out,))  # type: ignore[no-any-return]
-        with plain_ops():
-            try:
-                return handle.combine(out.detach())
-            except Exception as error:
-                handle.transport.explain(error, "combine")
-                raise
+        return _run(CombineCall(handle), (out,))  # type: ignore[no-any-return]
 
     def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
         """`dispatch` with checked arguments; ids int64, -1 where a slot is dropped."""
-        autograd.refuse_transforms((x, topk_weights))
         if any(forms):
             self.transport.check_quantised(int(x.shape[1]))
         call = DispatchCall(self.transport, ids.contiguous(), forms)
-        # Without gradients the autograd function is left out: no backward comes for which it would
-        # have to keep the route.
-        recorded = grad_enabled() and (requires_grad(x) or requires_grad(topk_weights))
-        if recorded:
-            recv_x, probs = autograd.apply(call, (x, topk_weights))
-        else:
-            try:
-                (recv_x, probs), _ = call.forward((x, topk_weights))
-            except Exception as error:
-                call.explain(error, "forward")
-                raise
+        recv_x, probs = _run(call, (x, topk_weights))
         route, counts = call.route, call.tokens_per_expert
         # Taken away, because the call lives in the graph, and would keep the codes as long.
         tokens, call.tokens = call.tokens, None
@@ -281,7 +277,7 @@ class Dispatcher:
         )
         if tokens is None:
             return received
-        dx_to = recv_x if recorded else None
+        dx_to = recv_x if requires_grad(recv_x) else None
         return received._replace(x=tokens.codes, x_scale=tokens.scale_inv, dx_to=dx_to)
 
 
