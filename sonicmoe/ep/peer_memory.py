@@ -257,8 +257,8 @@ def _watch(watched: weakref.ref[PeerMemory]) -> None:
 
 
 def peers_problem(group: Any) -> str:
-    """Why the ranks of a group cannot map each other's memory; "" where they can. The first call for
-    a group is a collective, whose answer is the same on every rank.
+    """Why the ranks of a group that exchanges by NCCL cannot map each other's memory; "" where they
+    can. The first call for a group is a collective, whose answer is the same on every rank.
     """
     if IS_PADDLE:
         return "Paddle maps no memory of other ranks"
@@ -273,7 +273,7 @@ def _problem_of(group: Any) -> str:
     if world > MOST_RANKS:
         return f"it serves {MOST_RANKS} ranks, and the group has {world}"
     # Before anybody begins what needs all: a rank that cannot would leave the others waiting.
-    hosts, problems = zip(*_from_all(group, platform.node(), _own_problem(group)), strict=True)
+    hosts, problems = zip(*_from_all(group, platform.node(), _own_problem()), strict=True)
     if any(problems):
         return next(filter(None, problems))
     if len(set(hosts)) > 1:
@@ -286,13 +286,7 @@ def _problem_of(group: Any) -> str:
     return next((found for (found,) in _from_all(group, problem) if found), "")
 
 
-def _has_nccl(group: Any) -> bool:
-    return "nccl" in str(torch.distributed.get_backend_config(group)).lower()
-
-
-def _own_problem(group: Any) -> str:
-    if not _has_nccl(group):
-        return "the group has no NCCL, so no GPUs"
+def _own_problem() -> str:
     try:
         symmetric = importlib.import_module("torch.distributed._symmetric_memory")
         backend = symmetric.get_backend(torch.device("cuda"))
@@ -308,7 +302,7 @@ def _from_all(group: Any, *words: str) -> list[list[str]]:
     text = json.dumps([word[:150] for word in words]).encode()
     own = torch.zeros([_SAID_BYTES], dtype=torch.uint8)
     own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    own = own.to("cuda" if _has_nccl(group) else "cpu")
+    own = own.to("cuda")
     said = [torch.empty_like(own) for _ in range(int(group.size()))]
     torch.distributed.all_gather(said, own, group=group)
     return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in said]

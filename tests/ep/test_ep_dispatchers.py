@@ -133,7 +133,7 @@ def test_ranks_say_together_why_they_cannot_map_each_others_memory(monkeypatch):
         return [list(words), ["another", ""] if len(words) > 1 else ["no peer access"]]
 
     monkeypatch.setattr(peer_memory, "_from_all", from_all)
-    monkeypatch.setattr(peer_memory, "_own_problem", lambda group: "")
+    monkeypatch.setattr(peer_memory, "_own_problem", lambda: "")
     named = lambda size, name: SimpleNamespace(size=lambda: size, group_name=name)  # noqa: E731
     assert "the group has 16" in peer_memory.peers_problem(named(16, "large")) and not said
     group = named(2, "apart")
