@@ -37,7 +37,6 @@ from ..engine.footprint import Footprint
 from ..engine.interface import Engine, EngineSettings, GradientTargets, PendingWgrad
 from ..engine.settings import GradientMode
 from ..enums import FlushMode
-from ..errors import ConfigError
 from ..interop import device_name, is_capturing, plain_ops
 from ..log import log_once
 from ..stream_order import StreamOrder
@@ -126,7 +125,7 @@ class GradientSink:
         if not self._layer.keeps_its_layout:  # since the forward; the gradient follows its weight
             self._layer.parameters()
         if self.way is FlushMode.STEP:
-            return self._open_waiting(engine, parameters, trained, dout)
+            return self._open_waiting(parameters, trained, dout)
         main_grads = main_grads_of(parameters, trained)
         written = self.overwriting.written_by(parameters, trained, main_grads)
         batch = None
@@ -141,7 +140,7 @@ class GradientSink:
                 batch = GradientBatch(parameters, trained, targets)
         if batch is None:
             # The engine cannot write where the gradients go. This memory lives for one backward.
-            batch = GradientBatch(parameters, trained, self._native_zeros(engine, dout))
+            batch = GradientBatch(parameters, trained, self._native_zeros(dout))
         batch.written = written
         if is_capturing(dout):
             self.overwriting.refuse_capture()
@@ -292,7 +291,7 @@ class GradientSink:
         self._captured = CapturedMemory()
 
     def _open_waiting(
-        self, engine: Engine, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
+        self, parameters: Sequence[Tensor], trained: list[bool], dout: Tensor
     ) -> GradientBatch:
         """Into the buffer. Gradients that wait there for other parameters, or for others of these, are
         handed over first: each set is for the parameters that its backward was for.
@@ -310,7 +309,7 @@ class GradientSink:
             check_main_grads(self._layer, parameters, trained, dout)
             self._waiting = Waiting(parameters, trained)
         if self._buffer is None:
-            self._buffer = self._native_zeros(engine, dout)
+            self._buffer = self._native_zeros(dout)
         return GradientBatch(parameters, trained, self._buffer, waits=True)
 
     def _direct_batch(
@@ -351,14 +350,7 @@ class GradientSink:
         self._bound[which] = guard, footprint
         return GradientBatch(parameters, trained, targets, is_direct=True, fresh=fresh)
 
-    def _native_zeros(self, engine: Engine, dout: Tensor) -> GradientTargets:
-        kinds = engine.record.gradients
-        if GradientMode.NATIVE not in kinds:
-            raise ConfigError(
-                f"engine {engine.name!r} adds weight gradients into "
-                f"{[kind.value for kind in kinds]}; this layer has {GradientMode.NATIVE.value!r} "
-                "accumulators"
-            )
+    def _native_zeros(self, dout: Tensor) -> GradientTargets:
         (experts, n1, hidden), (_, _, inner) = self._layer.native_shapes()
         bias = self._layer.has_biases
         return GradientTargets.zeros(experts, n1, hidden, inner, bias, dout.device)

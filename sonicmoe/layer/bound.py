@@ -9,7 +9,7 @@ asked. Where it differs, the layer is bound anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..interop import (
     is_cuda,
     is_recomputed,
 )
-from ..out_of_memory import raise_with_advice
+from ..out_of_memory import advising, raise_with_advice
 from ..weights.cache import Binding, PreparedWeights, Reading
 from ..weights.changes import Traces, announce_change, change_watchers, traces_of
 from ..weights.copies import WeightCopies
@@ -61,7 +61,6 @@ class BoundLayer:
         x: Tensor,
         kind: tuple[Any, ...],
         parameters: Sequence[Tensor],
-        copies: WeightCopies | None = None,
     ) -> tuple[Plan, Reading]:
         """The plan and the weights of a forward that starts now.
 
@@ -70,15 +69,11 @@ class BoundLayer:
             resolved: the configuration in force for it.
             x, kind: as of `OwnPlan.fitted`.
             parameters: read from the layer a moment ago.
-            copies: as of `read`.
         """
         # What decides the plan, and what the weights.
         asked = own, resolved, device_of(x), kind
         bound = self._binding
         plan = bound.plan if bound is not None and bound.guard[0] == asked else None
-        if copies is not None:
-            plan = plan or own.fitted(x, *kind)
-            return plan, self._advised(plan, self.read, parameters, copies)
         if IS_PADDLE:  # whose freed tensors must not be asked where they lie
             check_memory(parameters)
         layout, dtype = self._parameters.layout, parameters[0].dtype
@@ -89,36 +84,47 @@ class BoundLayer:
             if reading is not None:
                 return bound.plan, reading
         plan = plan or own.fitted(x, *kind)
-        reading = self._advised(plan, self._read_at, parameters, place, traces)
-        self._binding = Binding.of(guard, plan, reading)
-        return plan, reading
-
-    def _advised(self, plan: Plan, read: Callable[..., Reading], *given: Any) -> Reading:
         try:
-            return read(plan.chosen, plan.settings, *given)
+            reading = self._read_at(plan.chosen, plan.settings, parameters, place, traces)
         except Exception as error:
             raise_with_advice(error, "forward", plan.settings)
             raise
+        self._binding = Binding.of(guard, plan, reading)
+        return plan, reading
+
+    def bind_copies(
+        self,
+        own: OwnPlan,
+        x: Tensor,
+        kind: tuple[Any, ...],
+        parameters: Sequence[Tensor],
+        copies: WeightCopies,
+    ) -> tuple[Plan, Reading]:
+        """`bind`, of copies that are read in place of the parameters; of the parameters themselves,
+        where the engine computes without an FP8 recipe.
+        """
+        plan = own.fitted(x, *kind)
+        engine, settings = plan.chosen, plan.settings
+        with advising("forward", settings):
+            if settings.recipe is None:
+                return plan, self.read(engine, settings, parameters)
+            # Weights that this layer has prepared before would lie beside the copies.
+            self.drop()
+            return plan, copies.read(engine, settings, self._parameters, parameters)
 
     def read(
         self,
         engine: Engine,
         settings: EngineSettings,
         parameters: Sequence[Tensor] | None = None,
-        copies: WeightCopies | None = None,
     ) -> Reading:
         """The weights for a forward that starts now, whatever the last call found.
 
         Args:
             engine, settings: as in `Engine.refresh`.
             parameters: read from the layer a moment ago, if they were.
-            copies: what to read in place of the parameters, where the settings have an FP8 recipe.
         """
         parameters = parameters or self._parameters.parameters()
-        if copies is not None and settings.recipe is not None:
-            # Weights that this layer has prepared before would lie beside the copies.
-            self.drop()
-            return copies.read(engine, settings, self._parameters, parameters)
         if IS_PADDLE:
             check_memory(parameters)
         place = self._parameters.place(parameters)

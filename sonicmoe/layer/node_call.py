@@ -270,7 +270,10 @@ def _call_on(
     # Read once per call: modules may replace their weights between calls, and the list is at once
     # the input of autograd, the source of the engine weights and the destination of the gradients.
     parameters = state.parameters.parameters()
-    plan, reading = state.bound.bind(own, resolved, x, kind, parameters, arrived.copies)
+    if arrived.copies is None:
+        plan, reading = state.bound.bind(own, resolved, x, kind, parameters)
+    else:
+        plan, reading = state.bound.bind_copies(own, x, kind, parameters, arrived.copies)
     offer = None
     if state.offers is not None:
         runs_without = arrived.is_stepped or any(map(requires_grad, inputs))

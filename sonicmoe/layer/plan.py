@@ -71,6 +71,23 @@ class Plan:
     dequantises: bool = field(init=False, repr=False, compare=False, default=False)
     chosen: Engine = field(init=False, repr=False, compare=False, default=_NOT_CHOSEN)
 
+    @classmethod
+    def of(
+        cls,
+        config: SonicMoEConfig,
+        activation: ActivationType,
+        parameters: ActivationParameters,
+        layout: WeightLayout,
+        use_fp8: bool | None,
+        face: str,
+        separate: bool = False,
+    ) -> Plan:
+        """The plan of a layer under a configuration; nothing is chosen yet."""
+        resolved = config.resolve()
+        settings = EngineSettings.from_config(resolved, activation, parameters)
+        decided = resolved.engine, resolved.validate_dispatch, face, resolved.first_backward
+        return cls(config, settings, layout, use_fp8, *decided, separate=separate)
+
     def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:
         """What it was made of: a copy chooses its engine, and is known by its number, where it is."""
         fields = (f.name for f in dataclasses.fields(self) if f.init)
@@ -131,12 +148,8 @@ class OwnPlan:
 
     def in_force(self) -> Plan:
         """The plan under the configuration in force for the layer."""
-        config = self.in_scope()
-        resolved = config.resolve()
-        settings = EngineSettings.from_config(resolved, *self._layer)
-        decided = resolved.engine, resolved.validate_dispatch
-        face, rule = self._face, resolved.first_backward
-        return Plan(config, settings, NATIVE, None, *decided, face, rule, separate=self._separate)
+        of_layer = *self._layer, NATIVE, None, self._face, self._separate
+        return Plan.of(self.in_scope(), *of_layer)
 
     def fitted(
         self,
@@ -183,19 +196,16 @@ def make_plan(
     """The plan under the configuration in force; `use_fp8` True or False overrides its FP8 mode."""
     check_use_fp8(use_fp8)
     config = active_config()
-    resolved = config.resolve()
-    if use_fp8 is not None and use_fp8 != resolved.fp8:
+    if use_fp8 is not None and use_fp8 != config.resolve().fp8:
         config = dataclasses.replace(config, fp8_mode="perf" if use_fp8 else "off")
-        resolved = config.resolve()
+    plan = Plan.of(config, activation, parameters, layout, use_fp8, face)
     expect(
-        resolved.first_backward is FirstBackward.ADD,
+        plan.first_backward is FirstBackward.ADD,
         ConfigError,
         "first_backward='overwrite' writes main_grad, and here autograd adds the gradients of "
         "the weights to .grad; needed: 'add', or a SonicMoEMlpNode",
     )
-    settings = EngineSettings.from_config(resolved, activation, parameters)
-    decided = resolved.engine, resolved.validate_dispatch
-    return Plan(config, settings, layout, use_fp8, *decided, face)
+    return plan
 
 
 def plan_for(
