@@ -15,7 +15,7 @@ import numpy as np
 
 from ernie_compat.metrics import compared_losses, read_metrics
 from ernie_compat.model_config import RunConfig
-from ernie_compat.run_directory import SUMMARY_NAME
+from ernie_compat.run_report import SUMMARY_NAME
 from ernie_compat.trainer import METRICS_NAME
 
 SCALE = 10**5  # a loss is stored as a whole number of 1e-5, far below every gap

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -90,40 +90,38 @@ def save_checkpoint(path: Path, run: SavedRun, arrays: Mapping[str, np.ndarray])
     }  # fmt: skip
     # An .npz holds arrays only, so the JSON text travels as an array of bytes.
     encoded = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-    # Written beside `path`, on the same file system, because only there a rename is atomic. The
-    # file is flushed first: a rename may reach the disk before the data it names.
-    temporary = partial_of(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with published(path) as file:
             np.savez(file, **{HEADER: encoded, **arrays})  # type: ignore[arg-type]
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
+
+
+@contextmanager
+def published(path: Path) -> Iterator[IO[bytes]]:
+    """A file that becomes `path` when it is whole: what is there is the old one or the new one at any
+    moment.
+    """
+    # On the same file system, because only there a rename is atomic. One name: what a kill left
+    # there is written over, and no file of this size is left behind.
+    temporary = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            # A rename may reach the disk before the data that it names.
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException as error:  # also Ctrl-C: a partial checkpoint can be as large as the disk
+    except BaseException:  # also Ctrl-C: a partial checkpoint can be as large as the disk
         with suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError):
-            raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
         raise
 
 
-def partial_of(path: Path) -> Path:
-    """The name under which a file is written before it is published as `path`."""
-    # One name: what a kill left there is written over, and no file of this size is left behind.
-    return path.with_name(f".{path.name}.partial")
-
-
 def read_header(path: Path) -> SavedRun:
-    """The header alone; reads no weight. CheckpointError where there is no checkpoint at `path`, it
-    is damaged, or of an unknown format.
-    """
-    return _read(path, header_only=True)[0]
-
-
-def load_checkpoint(path: Path) -> tuple[SavedRun, dict[str, np.ndarray]]:
-    """Header and arrays as given to `save_checkpoint`. Errors as `read_header`."""
-    return _read(path, header_only=False)
+    """The header alone; reads no weight. Errors as `load_checkpoint`."""
+    return load_checkpoint(path, header_only=True)[0]
 
 
 def require_matching_arrays(
@@ -142,7 +140,12 @@ def require_matching_arrays(
         expect(fits, CheckpointError, f"{words}; the model needs float32 of {tuple(shape)}")
 
 
-def _read(path: Path, header_only: bool) -> tuple[SavedRun, dict[str, np.ndarray]]:
+def load_checkpoint(
+    path: Path, header_only: bool = False
+) -> tuple[SavedRun, dict[str, np.ndarray]]:
+    """Header and arrays as given to `save_checkpoint`. CheckpointError where there is no checkpoint at
+    `path`, it is damaged, or of an unknown format.
+    """
     # Asked first, because "there is no checkpoint yet" and "it is damaged" call for other remedies.
     expect(os.path.lexists(path), CheckpointError, f"no checkpoint at {path}")
     try:

@@ -18,7 +18,7 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import Dispatcher
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
-from .initial_weights import causal_mask, half_turn, rotary_tables
+from .initial_weights import causal_mask, rotary_tables
 from .model_config import ModelConfig
 from .ranks import Ranks
 
@@ -79,7 +79,6 @@ class Attention(nn.Module):
 
     cos_S1D: Tensor
     sin_S1D: Tensor
-    turn_DD: Tensor
     mask_SS: Tensor
 
     def __init__(self, config: ModelConfig, dense_dtype: torch.dtype) -> None:
@@ -94,7 +93,6 @@ class Attention(nn.Module):
             # The axis of size 1 spreads over heads.
             "cos_S1D": cos[:, None],
             "sin_S1D": sin[:, None],
-            "turn_DD": half_turn(self.head_dim),
             "mask_SS": causal_mask(config.seq_len),
         }
         # Computed from the configuration and not saved, hence `persistent=False`.
@@ -126,8 +124,8 @@ class Attention(nn.Module):
     def _rotate(self, x_BSND: Tensor) -> Tensor:
         """In fp32, rounded once to the dtype of `x_BSND`."""
         length = x_BSND.shape[1]
-        turned = x_BSND.reshape([-1, self.head_dim]) @ _as(self.turn_DD, x_BSND.dtype)
-        turned = turned.reshape(x_BSND.shape)
+        first, second = x_BSND.chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
         rotated = x_BSND * self.cos_S1D[:length] + turned * self.sin_S1D[:length]
         return _as(rotated, x_BSND.dtype)
 

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from sonicmoe.config import current_config
+from sonicmoe.engine.select import choose_engine
+from sonicmoe.engine.settings import EngineSettings, Workload
+from sonicmoe.enums import ActivationType
 from sonicmoe.interop import device_name
 
 from .checkpoint import require_matching_arrays
 from .decoder import ErnieMoEDecoder
 from .initial_weights import initial_weight
 from .metrics import StepResult
-from .model_config import ModelConfig, TrainConfig
-from .precision import engine_in_use
+from .model_config import ModelConfig, TrainConfig, node_config, token_dtype_name
 from .ranks import Ranks, gather_state, is_expert, names_on_all_ranks
 
 if TYPE_CHECKING:
@@ -142,7 +145,7 @@ class DecoderLearner(ABC):
         wanted = {
             there: tuple(tensor.shape)
             for name, tensor in self._local_state()
-            for there in self._names_on_all_ranks(name)
+            for there in names_on_all_ranks(name, self.ranks.layout, self.model.num_experts)
         }
         require_matching_arrays(arrays, wanted)
         # `arrays` holds all ranks' experts; this takes those that this rank has.
@@ -157,10 +160,6 @@ class DecoderLearner(ABC):
         """
 
     @abstractmethod
-    def _clip_gradients(self) -> Tensor:
-        """Clip to `train.clip_norm`; the norm over all parameters of all ranks, before clipping."""
-
-    @abstractmethod
     def _update(self, learning_rate: float) -> None:
         """Apply the gradients and set them to zero."""
 
@@ -168,13 +167,10 @@ class DecoderLearner(ABC):
     def _moment(self, parameter: Tensor, key: str) -> Tensor:
         """The optimizer's own tensor; `key` is a value of `moments`."""
 
-    @abstractmethod
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        """A copy of an array beside the parameters."""
-
-    @abstractmethod
     def _assign(self, tensor: Tensor, array: np.ndarray) -> None:
         """Overwrite a tensor in place."""
+        with torch.no_grad():
+            tensor.copy_(torch.from_numpy(np.array(array)))
 
     def _micro_batch(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         out = self.layer(inputs)
@@ -186,7 +182,8 @@ class DecoderLearner(ABC):
         return torch.stack([loss, out.aux_loss, out.z_loss]).detach(), out.expert_counts
 
     def _inputs_and_targets(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-        on_device = self._on_device(self.ranks.layout.shard(tokens))
+        own = np.ascontiguousarray(self.ranks.layout.shard(tokens))
+        on_device = torch.from_numpy(own).to(self.device)
         return on_device[:, :-1].contiguous(), on_device[:, 1:].reshape([-1])
 
     def _local_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -196,15 +193,23 @@ class DecoderLearner(ABC):
             for key, own in self.moments.items():
                 yield f"{key}/{name}", self._moment(parameter, own)
 
-    def _names_on_all_ranks(self, name: str) -> list[str]:
-        return names_on_all_ranks(name, self.ranks.layout, self.model.num_experts)
-
     def _gradients(self, experts: bool) -> list[Tensor]:
         return [
             getattr(p, self.gradient)
             for name, p in self.parameters.items()
             if is_expert(name) == experts
         ]
+
+    def _clip_gradients(self) -> Tensor:
+        """Clip to `train.clip_norm`, without waiting; the norm over all parameters of all ranks, before.
+        The frameworks' own clipping sees this rank's experts alone.
+        """
+        norm = self._norm_over_ranks()
+        factor = (self.train.clip_norm / (norm + 1e-6)).clip(max=1.0)
+        with torch.no_grad():
+            for gradient in (*self._gradients(experts=False), *self._gradients(experts=True)):
+                gradient.mul_(factor)
+        return norm
 
     def _norm_over_ranks(self) -> Tensor:
         """The norm of all parameters' gradients, those of other ranks' experts included."""
@@ -224,3 +229,15 @@ class DecoderLearner(ABC):
             node.invalidate_caches()
             # an engine that cannot run here, or not at these sizes, says so now
             node.prequantize_weights()
+
+
+def engine_in_use(model: ModelConfig, precision: str, engine: str, device: str) -> str:
+    """Name of the engine that the nodes of such a model run on `device` ("cpu", "cuda:0"), with
+    `auto` resolved. EngineUnavailableError where one that was asked for by name cannot run.
+    """
+    config = current_config(node_config(precision, engine))
+    settings = EngineSettings.from_config(config, ActivationType.SWIGLU)
+    workload = Workload(
+        settings, model.hidden_size, model.intermediate_size, token_dtype_name(precision)
+    )
+    return choose_engine(device, config.engine, workload).engine.name

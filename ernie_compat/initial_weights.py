@@ -53,19 +53,6 @@ def rotary_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     return np.cos(doubled).astype(np.float32), np.sin(doubled).astype(np.float32)
 
 
-def half_turn(head_dim: int) -> np.ndarray:
-    """fp32 `[D, D]` with `x @ half_turn = [-x2, x1]` for `x = [x1, x2]`.
-
-    One exact product by 0 and +-1; slicing and joining halves costs several times as much on a CPU,
-    backward above all.
-    """
-    half, turn = head_dim // 2, np.zeros((head_dim, head_dim), dtype=np.float32)
-    # Column j of the result takes -x[half + j], and column half + j takes x[j].
-    turn[np.arange(half, head_dim), np.arange(half)] = -1
-    turn[np.arange(half), np.arange(half, head_dim)] = 1
-    return turn
-
-
 def causal_mask(seq_len: int) -> np.ndarray:
     """fp32 `[S, S]` added to attention scores: 0 where a position may look, a large negative number
     where not.

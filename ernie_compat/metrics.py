@@ -13,7 +13,7 @@ import numpy as np
 
 from sonicmoe.errors import SonicMoEError, writing
 
-from .checkpoint import partial_of
+from .checkpoint import published
 from .model_config import smoothing_window
 
 
@@ -77,11 +77,8 @@ def append_metrics(path: Path, record: StepRecord) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is the old one or the new one at any moment."""
-    partial = partial_of(path)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
-        os.replace(partial, path)
+    with writing(path), published(path) as file:
+        file.write(text.encode())
 
 
 def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:
@@ -104,12 +101,6 @@ def read_metrics(path: Path, up_to_step: int | None = None) -> list[StepRecord]:
                 break
             raise MetricsError(f"{path}, line {number}, is not a metrics record: {error}") from None
     return [record for record in records if up_to_step is None or record.step <= up_to_step]
-
-
-def expert_load(counts: np.ndarray) -> list[list[float]]:
-    """Share of routed slots per expert from counts `[L_moe, E]`; rows sum to 1."""
-    shares: list[list[float]] = (counts / np.maximum(counts.sum(1, keepdims=True), 1)).tolist()
-    return shares
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:

@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from sonicmoe import SonicMoEConfig
+from sonicmoe.config import current_config
 from sonicmoe.errors import ConfigError, expect
 from sonicmoe.host import count, gpu_present, require_memory
 
@@ -139,16 +141,13 @@ class TrainConfig:
         words = f"batch_size {self.batch_size} is not a multiple of micro_batches {parts}"
         expect(self.batch_size % parts == 0, ConfigError, words)
 
-    @property
-    def warmup_steps(self) -> int:
-        return max(1, round(self.steps * self.warmup_ratio))
-
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then cosine down to `min_lr_ratio * lr`; `step` counts from 1."""
-        if step <= self.warmup_steps:
-            return self.lr * step / self.warmup_steps
+        warm_up = max(1, round(self.steps * self.warmup_ratio))
+        if step <= warm_up:
+            return self.lr * step / warm_up
         # `max` covers a run that ends with its warm-up, `min` steps beyond the schedule.
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        progress = min(1.0, (step - warm_up) / max(1, self.steps - warm_up))
         # The cosine runs from 1 to -1, which is mapped to 1 and the floor.
         floor = self.min_lr_ratio
         return self.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -218,3 +217,18 @@ class RunConfig:
             return cls(ModelConfig(**data["model"]), TrainConfig(**data["train"]), **rest)
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"run configuration is not readable: {error}") from None
+
+
+def node_config(precision: str, engine: str) -> SonicMoEConfig:
+    """The node's configuration: only `fp8` quantises; bf16 and fp32 differ in the dtype of the
+    tokens alone. Of the two FP8 modes `perf`, unless `SONIC_MOE_FP8_MODE` names the other.
+    """
+    if precision != "fp8":
+        return SonicMoEConfig(fp8_mode="off", engine=engine)
+    config = current_config()
+    return SonicMoEConfig(fp8_mode=config.fp8_mode if config.fp8 else "perf", engine=engine)
+
+
+def token_dtype_name(precision: str) -> str:
+    """Dtype in which tokens enter the node."""
+    return "float32" if precision == "fp32" else "bfloat16"

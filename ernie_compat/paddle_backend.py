@@ -22,8 +22,7 @@ from paddle.distributed.fleet.utils.mix_precision_utils import (
 from .decoder import ErnieMoEDecoder
 from .decoder_learner import DecoderLearner
 from .initial_weights import has_weight_decay
-from .model_config import ModelConfig, TrainConfig
-from .precision import node_config, token_dtype_name
+from .model_config import ModelConfig, TrainConfig, node_config, token_dtype_name
 from .ranks import RankLayout, Ranks
 
 Tensor: TypeAlias = paddle.Tensor
@@ -41,9 +40,11 @@ class Learner(DecoderLearner):
     }
 
     def __init__(
-        self, model: ModelConfig, train: TrainConfig, precision: str, engine: str, ranks: Ranks
-    ) -> None:
+        self, model: ModelConfig, train: TrainConfig, precision: str, engine: str,
+        ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
         """The decoder on Paddle's current device, at its initial weights."""
+        ranks = ranks or Ranks()
         dtypes = getattr(paddle, token_dtype_name(precision)), paddle.float32
         decoder = ErnieMoEDecoder(model, node_config(precision, engine), *dtypes, ranks)
         device = str(paddle.device.get_device())
@@ -57,10 +58,6 @@ class Learner(DecoderLearner):
             # Allocated gradients keep an expert that got no token in the optimizer step, resumed or
             # not.
             parameter.main_grad = paddle.zeros(parameter.shape, dtype="float32")
-        self.optimizer = MixPrecisionOptimizer(self._adamw())
-        self._moments = self.optimizer.state_dict()
-
-    def _adamw(self) -> paddle.optimizer.AdamW:
         # Paddle calls the function with its own names of parameters, which differ from the names in
         # the module tree.
         decayed = {p.name for name, p in self.parameters.items() if has_weight_decay(name)}
@@ -79,15 +76,8 @@ class Learner(DecoderLearner):
         optimizer._create_accumulators(
             paddle.base.framework.default_main_program().global_block(), optimizer._parameter_list
         )
-        return optimizer
-
-    def _clip_gradients(self) -> Tensor:
-        # Paddle's own clipping sees this rank's experts alone.
-        norm = self._norm_over_ranks()
-        if (total := float(norm)) > self.train.clip_norm:
-            for parameter in self.parameters.values():
-                parameter.main_grad.scale_(self.train.clip_norm / total)
-        return norm
+        self.optimizer = MixPrecisionOptimizer(optimizer)
+        self._moments = self.optimizer.state_dict()
 
     def _update(self, learning_rate: float) -> None:
         self.optimizer.set_lr(learning_rate)
@@ -96,12 +86,6 @@ class Learner(DecoderLearner):
 
     def _moment(self, parameter: Tensor, key: str) -> Tensor:
         return self._moments[f"{parameter.name}_{key}"]
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return paddle.to_tensor(np.ascontiguousarray(array))
-
-    def _assign(self, tensor: Tensor, array: np.ndarray) -> None:
-        tensor.set_value(array)
 
 
 class JoinedRanks(Ranks):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -34,10 +33,6 @@ class InterruptGuard:
         self.received = 0
         self._console = console
         self._previous: dict[signal.Signals, Any] = {}
-
-    def requested(self) -> bool:
-        """Whether to stop at the next step boundary."""
-        return self.received != 0
 
     def __enter__(self) -> InterruptGuard:
         # `nohup` ignores SIGHUP for its command, so that a run outlives its terminal. It stays so.
@@ -76,28 +71,20 @@ class TrainingDisplay:
         waited = time.monotonic() - self._printed >= PATIENCE_S
         if waited or record.step % every == 0 or record.step in (1, self._total):
             self._printed = time.monotonic()
-            status = status_line(self._recent)
-            took = [one.seconds + (one.full_precision_seconds or 0.0) for one in self._recent]
-            left = (self._total - record.step) * sum(took) / len(took)
-            told = f", {_short(left)} left" if record.step < self._total else ""
-            self._console.print(f"step {record.step}/{self._total} {status}{told}")
+            self._console.print(self._line(record))
 
-
-def _short(seconds: float) -> str:
-    """`45 s`, `12 min`, `1.6 h`."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
-
-
-def status_line(recent: Sequence[StepRecord]) -> str:
-    """The last step in few words, because a terminal has 80 columns: loss, full-precision loss,
-    tokens/s over the recent steps, and the load of the busiest expert over the mean.
-    """
-    last, exact = recent[-1], recent[-1].full_precision_loss
-    reference = "" if exact is None else f" (full {exact:.4f})"
-    # The mean of the rates would count short steps as much as long ones.
-    tokens = sum(record.tokens_per_s * record.seconds for record in recent)
-    rate = tokens / sum(record.seconds for record in recent) / 1000
-    loss = f"loss {last.loss:.4f}{reference}"
-    return f"{loss}, {rate:.1f}k tok/s, load {last.load_imbalance:.1f}x"
+    def _line(self, last: StepRecord) -> str:
+        """In few words, because a terminal has 80 columns: loss, full-precision loss, tokens/s over the
+        recent steps, the load of the busiest expert over the mean, and seconds until the end.
+        """
+        recent, exact = self._recent, last.full_precision_loss
+        reference = "" if exact is None else f" (full {exact:.4f})"
+        own = sum(record.seconds for record in recent)
+        took = own + sum(record.full_precision_seconds or 0.0 for record in recent)
+        # The mean of the rates would count short steps as much as long ones.
+        rate = sum(record.tokens_per_s * record.seconds for record in recent) / own / 1000
+        left = (self._total - last.step) * took / len(recent)
+        return (
+            f"step {last.step}/{self._total} loss {last.loss:.4f}{reference}, {rate:.1f}k tok/s, "
+            f"load {last.load_imbalance:.1f}x" + (f", {left:.0f} s left" if left else "")
+        )

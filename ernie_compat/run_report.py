@@ -1,55 +1,73 @@
-"""What `sonicmoe train` says and draws of a run at its beginning and at its end."""
+"""The directory of a run, in which nothing is lost by accident, and what `sonicmoe train` says of a run
+at its beginning and at its end.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sonicmoe.plotting import PlotsUnavailableError, new_figure, save_figure
+from sonicmoe.errors import ConfigError, expect
 
-from .metrics import StepRecord, compared_losses, smoothed, write_whole
-from .model_config import smoothing_window
+from .metrics import write_whole
+from .trainer import CAPTURED_PATTERN, CHECKPOINT_NAME, FULL_PRECISION, MAIN, METRICS_NAME, Trainer
 
-# Eight seeds of the default model gave 0.09 to 0.17 % (docs/lab/loss_gap.md).
-NORMAL_GAP = 0.002
+SUMMARY_NAME = "summary.json"
+# What a run leaves beside captured tensors, and so what --overwrite removes.
+RUN_FILES = CHECKPOINT_NAME, METRICS_NAME, SUMMARY_NAME
+
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .trainer import Trainer
+
+def open_directory(out: Path | None, may_hold_a_run: bool) -> Path:
+    """The directory of the results, `out` or a new one named by the time. ConfigError where it cannot
+    be made or written, or holds a run that would be lost.
+    """
+    # Two runs may start in one second.
+    directory = out or Path("runs", time.strftime(f"train-%Y%m%d-%H%M%S-{os.getpid()}"))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {directory} cannot be a directory: {error.strerror}") from None
+    expect(os.access(directory, os.W_OK), ConfigError, f"--out {directory} is not writable")
+    # A link that points nowhere counts too: its owner may bring the disk back.
+    held = any(os.path.lexists(directory / name) for name in RUN_FILES)
+    keeps = "--resume continues it, --overwrite replaces it, another --out keeps it"
+    expect(may_hold_a_run or not held, ConfigError, f"--out {directory} holds a run; {keeps}")
+    return directory
 
 
-class _ConsoleHandler(logging.Handler):
-    """Log lines between those of progress."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record))
+def clear(directory: Path) -> None:
+    """Remove a run's files, and nothing else. ConfigError where one cannot be removed."""
+    try:
+        for path in (*(directory / name for name in RUN_FILES), *directory.glob(CAPTURED_PATTERN)):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--overwrite cannot remove {error.filename}: {error.strerror}") from None
 
 
 def log_to(console: Console) -> None:
     """The log of this package goes to the console that has the lines of progress."""
-    logger = logging.getLogger("sonicmoe")
+    logger, handler = logging.getLogger("sonicmoe"), logging.Handler()
     # A stderr that cannot be written must not end a run, and the console is one that bears it.
-    logger.handlers = [_ConsoleHandler(console)]
+    handler.emit = lambda record: console.print(handler.format(record))  # type: ignore[method-assign]
+    logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     # Paddle gives the root logger a handler of its own, at INFO.
     logger.propagate = False
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
 
 
 def announce(trainer: Trainer, resume: bool, console: Console) -> None:
     """Print what runs, on which text, and where the results go."""
-    from .trainer import FULL_PRECISION, MAIN
-
     config, corpus, learner = trainer.config, trainer.corpus, trainer.learners[MAIN]
     model, twin = config.model, trainer.learners.get(FULL_PRECISION)
     beside = f", compared with {config.against} on engine {twin.engine}" if twin else ""
@@ -66,50 +84,8 @@ def announce(trainer: Trainer, resume: bool, console: Console) -> None:
         console.print(f"resuming after step {trainer.step}")
 
 
-def draw(trainer: Trainer, console: Console) -> Path | None:
-    """Draw the plot and return its path; without matplotlib say so and return None."""
-    config = trainer.config
-    path, label = trainer.directory / "loss.png", f"{config.precision} ({config.framework})"
-    try:
-        plot_loss(trainer.records, path, label, config.against or "full precision")
-    except PlotsUnavailableError as error:
-        console.print(str(error))
-        return None
-    return path
-
-
-def plot_loss(records: Sequence[StepRecord], path: Path, label: str, twin: str) -> None:
-    """Loss of the run and, where recorded, of its full-precision `twin`, with the difference of the
-    smoothed curves below. PlotsUnavailableError without matplotlib.
-    """
-    steps, losses = [record.step for record in records], [record.loss for record in records]
-    references = compared_losses(records)[1]
-    # The gap has an axis of its own: on that of the losses it would be a flat line.
-    ratios = [3, 1] if references else [1]
-    figure = new_figure((8, 6.5 if references else 5))
-    axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    axes[0].plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-    # Each mean stands in the middle of its steps. At the last of them the curve would lag.
-    middles = smoothed(steps)
-    label = f"{label}, mean of {smoothing_window(len(steps))} steps"
-    axes[0].plot(middles, smoothed(losses), color="tab:blue", label=label)
-    if references:
-        axes[0].plot(middles, smoothed(references), color="tab:orange", linestyle="--", label=twin)
-        axes[1].plot(middles, 100 * (smoothed(losses) / smoothed(references) - 1), color="tab:red")
-        axes[1].axhline(0, color="black", linewidth=0.6)
-        axes[1].set_ylabel("smoothed gap, %")
-    axes[0].set(ylabel="cross entropy, nats per byte", title="Training loss")
-    axes[0].legend()
-    axes[-1].set_xlabel("step")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    save_figure(figure, path)
-
-
 def report(directory: Path, summary: dict[str, Any], as_json: bool) -> None:
     """Write `summary.json`, and print the summary to stdout."""
-    from .run_directory import SUMMARY_NAME
-
     text = json.dumps(summary, indent=2)
     # A reader takes a run with a summary for a finished one.
     write_whole(directory / SUMMARY_NAME, text + "\n")
@@ -131,20 +107,14 @@ def _summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "tokens_per_s": ("tokens/s", ",.0f"),
         "load_imbalance": ("busiest expert", ".2f"),
     }
-    yield "engine", f"{summary['precision']} on {summary['engine_used']}"
+    config = summary["config"]
+    yield "engine", f"{config['precision']} on {summary['engine_used']}"
     for name, (label, form) in forms.items():
         if summary[name] is not None:
             twin = summary.get(f"{name}_full_precision")
             beside = f"  (full precision {format(twin, form)})" if twin else ""
             yield label, format(summary[name], form) + beside
     if (gap := summary["loss_gap"]) is not None:
-        normal = f"up to {NORMAL_GAP:.1%} of the default model"
-        judged = (
-            f"normal: {normal}" if gap <= NORMAL_GAP else f"normal is {normal}; try other seeds"
-        )
-        baseline = f"{summary['against']} on {summary['engine_full_precision']}"
-        yield "gap to full precision", f"{100 * gap:.3f} %  ({judged}; beside {baseline})"
-    for name in ("plot", "metrics", "checkpoint"):
-        if summary[name] is not None:
-            yield name, summary[name]
+        baseline = f"{config['against']} on {summary['engine_full_precision']}"
+        yield "gap to full precision", f"{100 * gap:.3f} %  (beside {baseline})"
     yield from (("captured tensors", path) for path in summary["captured"])

@@ -15,12 +15,10 @@ import torch.distributed as dist
 from .decoder import ErnieMoEDecoder
 from .decoder_learner import DecoderLearner
 from .initial_weights import has_weight_decay
-from .model_config import ModelConfig, TrainConfig
-from .precision import node_config, token_dtype_name
+from .model_config import ModelConfig, TrainConfig, node_config, token_dtype_name
 from .ranks import RankLayout, Ranks, is_expert
 
 Tensor = torch.Tensor
-JOIN_TIMEOUT = timedelta(minutes=10)
 
 
 def dense_dtype_on(device: str, precision: str) -> torch.dtype:
@@ -42,10 +40,12 @@ class Learner(DecoderLearner):
     }
 
     def __init__(
-        self, model: ModelConfig, train: TrainConfig, precision: str, engine: str, ranks: Ranks
-    ) -> None:
+        self, model: ModelConfig, train: TrainConfig, precision: str, engine: str,
+        ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
         """The decoder on this rank's GPU if there is one, else on the CPU, at its initial weights."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        ranks = ranks or Ranks()
         dtypes = getattr(torch, token_dtype_name(precision)), dense_dtype_on(device, precision)
         decoder = ErnieMoEDecoder(model, node_config(precision, engine), *dtypes, ranks).to(device)
         super().__init__(decoder, model, train, precision, engine, ranks, device)
@@ -79,11 +79,6 @@ class Learner(DecoderLearner):
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
-    def _clip_gradients(self) -> Tensor:
-        norm = self._norm_over_ranks()
-        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.train.clip_norm, norm)
-        return norm
-
     def _update(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -94,13 +89,6 @@ class Learner(DecoderLearner):
 
     def _moment(self, parameter: Tensor, key: str) -> Tensor:
         return self.optimizer.state[parameter][key]  # type: ignore[no-any-return]
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    @torch.no_grad()
-    def _assign(self, tensor: Tensor, array: np.ndarray) -> None:
-        tensor.copy_(torch.from_numpy(np.array(array)))
 
 
 class JoinedRanks(Ranks):
@@ -115,7 +103,7 @@ class JoinedRanks(Ranks):
             # share GPU 0.
             torch.cuda.set_device(self.device)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
 
     def sum(self, tensors: list[Tensor]) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

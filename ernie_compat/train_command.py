@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,15 +23,16 @@ from sonicmoe.enums import EngineName
 from sonicmoe.errors import ConfigError, RankLostError, SonicMoEError, expect
 from sonicmoe.frameworks import AUTO, FrameworkChoice, choose
 
+from .checkpoint import SavedRun, read_header
+from .corpus import load_corpus
 from .model_config import PRECISIONS, ModelConfig, RunConfig, TrainConfig
-from .ranks import LAUNCHERS, lost_ranks_named, read_launch
-from .run_report import announce, draw, log_to, report
+from .progress import InterruptGuard, TrainingDisplay
+from .ranks import LAUNCHERS, Ranks, lost_ranks_named, read_launch
+from .run_report import announce, clear, log_to, open_directory, report
+from .trainer import CHECKPOINT_NAME, Trainer, backend
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from .checkpoint import SavedRun
-    from .trainer import Trainer
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL_BASE = 1, 2, 128
 CONFIGURATIONS = (ModelConfig, TrainConfig, RunConfig)  # no two of them share a name
@@ -70,69 +71,39 @@ def _field_options(command: Any) -> Any:
     return command
 
 
-def _choice_option(name: str, choices: Sequence[str], default: str, text: str) -> Any:
-    return click.option(
-        name, type=click.Choice(choices), default=None, help=f"{text}  [default: {default}]"
-    )
-
-
 @click.command("train", cls=OneLineCommand)
 @click.argument("more_data", nargs=-1, type=Location(), metavar="[PATH]...")
-@click.option(
-    "--data",
-    multiple=True,
-    type=Location(),
-    metavar="PATH...",
-    help="Text to train on, byte by byte: files or directories; may be repeated.  "
-    "[default: this Python's standard-library sources; with --resume, the text of the checkpoint]",
-)
-@_choice_option("--framework", CHOICES, "auto", f"Framework of model and optimizer. {AUTO_HELP}")
-@_choice_option(
-    "--engine",
-    [name.value for name in EngineName],
-    "SONIC_MOE_ENGINE, else auto",
-    "Engine of the expert MLPs.",
-)
-@_choice_option("--precision", PRECISIONS, RunConfig.precision, "Arithmetic of the expert MLPs.")
+@click.option("--data", multiple=True, type=Location(), metavar="PATH...",
+              help="Text to train on, byte by byte: files or directories; may be repeated.  "
+              "[default: this Python's standard-library sources; with --resume, the text of the checkpoint]")  # fmt: skip
+@click.option("--framework", type=click.Choice(CHOICES), default=None,
+              help=f"Framework of model and optimizer. {AUTO_HELP}  [default: auto]")  # fmt: skip
+@click.option("--engine", type=click.Choice([name.value for name in EngineName]), default=None,
+              help="Engine of the expert MLPs.  [default: SONIC_MOE_ENGINE, else auto]")  # fmt: skip
+@click.option("--precision", type=click.Choice(PRECISIONS), default=None,
+              help=f"Arithmetic of the expert MLPs.  [default: {RunConfig.precision}]")  # fmt: skip
 @click.option("--compare/--no-compare", default=None, help=COMPARE_HELP)
 @_field_options
-@click.option(
-    "--capture",
-    "capture_layers",
-    type=int,
-    multiple=True,
-    metavar="LAYER",
-    help="In the last step, save the inputs and gradients of the experts of MoE layer LAYER (the first layer is 0) to "
-    "captured-step<N>-layer<LAYER>.npz in --out, for `sonicmoe bisect`: those of the first micro-batch, on rank 0. "
-    "May be repeated.",
-)
+@click.option("--capture", "capture_layers", type=int, multiple=True, metavar="LAYER",
+              help="In the last step, save the inputs and gradients of the experts of MoE layer LAYER (the first layer is 0) to "
+              "captured-step<N>-layer<LAYER>.npz in --out, for `sonicmoe bisect`: those of the first micro-batch, on rank 0. "
+              "May be repeated.")  # fmt: skip
 @click.option("--out", type=Location(), default=None, metavar="DIR",
-              help="Directory of checkpoint, metrics and plots, for one run at a time.  "
+              help="Directory of checkpoint and metrics, for one run at a time.  "
               "[default: a new one, runs/train-<date>-<time>]")  # fmt: skip
-@click.option(
-    "--resume",
-    is_flag=True,
-    help="Continue the run in --out from its checkpoint; options not given keep their saved values.",
-)
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace the run that --out holds. Without it, or --resume, a directory that holds a run is refused.",
-)
+@click.option("--resume", is_flag=True,
+              help="Continue the run in --out from its checkpoint; options not given keep their saved values.")  # fmt: skip
+@click.option("--overwrite", is_flag=True,
+              help="Replace the run that --out holds. Without it, or --resume, a directory that holds a run is refused.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the final summary as JSON on stdout.")
 def train(
-    more_data: tuple[Path, ...],
-    data: tuple[Path, ...],
-    out: Path | None,
-    resume: bool,
-    overwrite: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+    more_data: tuple[Path, ...], data: tuple[Path, ...], out: Path | None, resume: bool,
+    overwrite: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Train a small ERNIE-style Mixture-of-Experts language model on text, its experts on
     SonicMoEMlpNode.
 
-    Progress goes to stderr, the summary to stdout; metrics.jsonl, checkpoint.npz and loss.png to
+    Progress goes to stderr, the summary to stdout; metrics.jsonl and checkpoint.npz to
     --out. Ctrl-C, SIGTERM and a lost terminal save a checkpoint and exit with 130, 143 and 129. Bad
     input is one line and exit code 2.
 
@@ -157,28 +128,16 @@ def train(
 
 
 def _run(
-    data: list[Path],
-    out: Path | None,
-    resume: bool,
-    overwrite: bool,
-    as_json: bool,
+    data: list[Path], out: Path | None, resume: bool, overwrite: bool, as_json: bool,
     given: Mapping[str, Any],
-) -> int:
-    from . import run_directory
-    from .checkpoint import read_header
-    from .corpus import load_corpus
-    from .learner import make_ranks
-    from .trainer import CHECKPOINT_NAME, Trainer
-
+) -> int:  # fmt: skip
     # Everything that can be refused is refused before ranks join: a rank that ends inside a
     # collective leaves the others waiting.
     layout = read_launch()
     console = progress_console(quiet=layout.rank != 0)
     log_to(console)
-    needs = "--resume needs --out DIR, the directory of the run to continue"
-    expect(not resume or out is not None, ConfigError, needs)
-    both = "--resume continues the run in --out, and --overwrite removes it; needed: one of them"
-    expect(not (resume and overwrite), ConfigError, both)
+    needs = "--resume needs --out DIR, the directory of the run to continue, and no --overwrite"
+    expect(not resume or (out is not None and not overwrite), ConfigError, needs)
     saved = None
     # The checkpoint is read before the options are completed: it has the values of those not given.
     if out is not None and resume:
@@ -193,18 +152,19 @@ def _run(
     directory = out or Path()
     # The others compute with rank 0 and write nothing; the directory may be on another host.
     if layout.rank == 0:
-        directory = run_directory.open_directory(out, resume or overwrite)
+        directory = open_directory(out, resume or overwrite)
     with lost_ranks_named(layout, config.framework):
         # The ranks join here: from now on one that ends leaves the others waiting for it. An
         # evaluation batch is not cut into micro-batches, so a whole batch is the most tokens.
         tokens = config.train.batch_size * config.model.seq_len // layout.world_size
-        ranks = make_ranks(config.framework, layout, tokens)
+        several = layout.world_size > 1
+        ranks = backend(config.framework).JoinedRanks(layout, tokens) if several else Ranks()
         with Activity(f"importing {config.framework} and building the model", console):
             start = Trainer.resume if resume else Trainer.start
             trainer = start(config, corpus, directory, ranks)
         # Not before the learners stand: an engine that is refused must cost no run.
         if overwrite and trainer.writes:
-            run_directory.clear(directory)
+            clear(directory)
         if choice is not None and (line := choice_line(choice)) is not None:
             console.print(line)
         code = _train(trainer, console, resume, as_json)
@@ -213,9 +173,6 @@ def _run(
 
 
 def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> int:
-    from .progress import InterruptGuard, TrainingDisplay
-    from .trainer import CHECKPOINT_NAME, METRICS_NAME
-
     if trainer.writes:
         announce(trainer, resume, console)
     # Signals become requests here only: before training there is nothing to save, and after it
@@ -223,7 +180,7 @@ def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> i
     started, directory = time.monotonic(), trainer.directory
     display = TrainingDisplay(console, trainer.config.train.steps)
     with InterruptGuard(console) as guard:
-        finished = trainer.train(display.update, guard.requested)
+        finished = trainer.train(display.update, lambda: guard.received != 0)
         say_duration("training", started, console)
         if not finished:
             saved = f"checkpoint saved. Continue with: --resume --out {directory}"
@@ -233,18 +190,11 @@ def _train(trainer: Trainer, console: Console, resume: bool, as_json: bool) -> i
     summary = trainer.summary()
     if not trainer.writes:
         return 0
-    plot = draw(trainer, console)
     captured = [path for path in trainer.captured().values() if path.exists()]
     for path in trainer.captured().values():
         if path not in captured:
             console.print(f"the last step's tensors are not in {path}")
-    summary |= {
-        "plot": plot and str(plot),
-        "metrics": str(directory / METRICS_NAME),
-        "checkpoint": str(directory / CHECKPOINT_NAME),
-        "captured": [str(path) for path in captured],
-    }
-    report(directory, summary, as_json)
+    report(directory, {**summary, "captured": [str(path) for path in captured]}, as_json)
     return EXIT_FAILED if len(captured) < len(trainer.config.capture_layers) else 0
 
 

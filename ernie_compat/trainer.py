@@ -6,6 +6,7 @@ initial weights.
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Callable
@@ -16,17 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sonicmoe.errors import SonicMoEError, expect
+from sonicmoe.frameworks import load
 
 from .checkpoint import SavedRun, load_checkpoint, save_checkpoint
 from .corpus import Corpus
-from .learner import make_learner
 from .metrics import (
     StepRecord,
     StepResult,
     append_metrics,
     begin_metrics,
     compared_losses,
-    expert_load,
     loss_gap,
     read_metrics,
 )
@@ -71,7 +71,7 @@ class Trainer:
         cls, config: RunConfig, corpus: Corpus, directory: Path, ranks: Ranks | None = None
     ) -> Trainer:
         """A run at step 0. Errors as `RunConfig.require_startable`, `Corpus.require_length` and
-        `make_learner`.
+        `backend`.
         """
         ranks = ranks or Ranks()
         config.require_startable(ranks.layout.world_size)
@@ -196,7 +196,7 @@ class Trainer:
 
         Losses at the end and `load_imbalance` are means over the last steps, times are medians.
         `loss_gap` is a fraction (see `metrics.loss_gap`). Figures of the twin are None without one.
-        `engine` is the one asked for, `engine_used` the one that ran.
+        `engine_used` is the one that ran.
         """
         config, records = self.config, self.records
         main, twin = self.learners[MAIN], self.learners.get(FULL_PRECISION)
@@ -205,11 +205,7 @@ class Trainer:
         last, compared = records[-smoothing_window(len(records)) :], compared_losses(records)
         return {
             "config": config.to_json(),
-            "framework": config.framework,
-            "precision": config.precision,
-            "engine": config.engine,
             "engine_used": main.engine,
-            "against": config.against if twin else None,
             "engine_full_precision": twin.engine if twin else None,
             "device": main.device,
             "parameters": config.model.parameters,
@@ -242,16 +238,30 @@ class Trainer:
         result, seconds = done[MAIN]
         twin, twin_seconds = done.get(FULL_PRECISION, (None, None))
         figures = result._asdict()
+        counts = figures.pop("expert_counts")
         return StepRecord(
             step=step,
             learning_rate=rate,
             tokens_per_s=train.batch_size * self.config.model.seq_len / seconds,
             seconds=seconds,
-            expert_load=expert_load(figures.pop("expert_counts")),
+            expert_load=(counts / counts.sum(1, keepdims=True)).tolist(),
             full_precision_loss=None if twin is None else twin.loss,
             full_precision_seconds=twin_seconds,
             **figures,
         )
+
+
+def backend(framework: str) -> Any:
+    """The module with `Learner(model, train, precision, engine, ranks)`, a model and its optimizer that
+    start from the `initial_weight`s of `train.seed`, and `JoinedRanks(layout, max_tokens)`, the ranks
+    of a launcher, which dispatch at most `max_tokens` at once.
+
+    Errors as `sonicmoe.frameworks.load`. A learner raises EngineUnavailableError, ConfigError or
+    ShapeError where the engine cannot run here, or not at these sizes.
+    """
+    # Imports no framework before: for Paddle, `load` switches its torch proxy on for `sonicmoe`.
+    load(framework)
+    return importlib.import_module(f"ernie_compat.{framework}_backend")
 
 
 def baseline_for(engine: str) -> str:
@@ -265,8 +275,9 @@ def _make_learners(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, dict[str
     """The learners, and the configuration with its baseline decided."""
 
     def make(precision: str, engine: str) -> DecoderLearner:
-        sizes = config.model, config.train
-        return make_learner(config.framework, *sizes, precision, engine, ranks)
+        learner = backend(config.framework).Learner
+        made: DecoderLearner = learner(config.model, config.train, precision, engine, ranks)
+        return made
 
     # The main learner first: "auto" is resolved by building it, and the baseline depends on the
     # engine that runs.

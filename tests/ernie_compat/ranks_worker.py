@@ -14,9 +14,8 @@ from small_run import run_config
 
 from ernie_compat.checkpoint import SavedRun, save_checkpoint
 from ernie_compat.corpus import load_corpus
-from ernie_compat.learner import make_ranks
 from ernie_compat.ranks import read_launch
-from ernie_compat.trainer import MAIN, Trainer
+from ernie_compat.trainer import MAIN, Trainer, backend
 
 # name: (precision, micro-batches, stop after, resume from another run's checkpoint)
 SCENARIOS = {
@@ -61,7 +60,7 @@ def main(framework, text, directory, scenarios):
     for scenario in scenarios:
         name, _, port = scenario.partition("=")
         os.environ["MASTER_PORT"] = port
-        ranks = make_ranks(framework, read_launch(), 1024)
+        ranks = backend(framework).JoinedRanks(read_launch(), 1024)
         run_scenario(name, framework, corpus, directory / name, ranks)
         ranks.close()
 

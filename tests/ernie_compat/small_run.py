@@ -10,8 +10,8 @@ import processes
 from worlds import ROOT, TIMEOUT_S, environment
 
 from ernie_compat.corpus import load_corpus
-from ernie_compat.learner import make_learner
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
+from ernie_compat.trainer import backend
 
 SIZES = ModelConfig(
     hidden_size=32, num_layers=2, num_heads=2, num_experts=4, topk=2, intermediate_size=32, seq_len=16
@@ -60,7 +60,7 @@ def run_program(program, *arguments):
 def first_steps(framework, precision, text):
     """Held-out loss of the initial weights and the figures of four steps, plain values."""
     corpus, train = load_corpus([text]), train_config()
-    learner = make_learner(framework, SIZES, train, precision, "auto")
+    learner = backend(framework).Learner(SIZES, train, precision, "auto")
     held_out = learner.evaluate(corpus.held_out_batch(0, train.batch_size, SIZES.seq_len))
     results = [
         learner.train_step(corpus.batch(step, train.batch_size, SIZES.seq_len, 0), 1e-2)

@@ -12,9 +12,8 @@ import pytest
 import torch
 from small_run import SIZES, run_config
 
-from ernie_compat.learner import make_learner
-from ernie_compat.precision import node_config
-from ernie_compat.trainer import FULL_PRECISION, MAIN, Trainer
+from ernie_compat.model_config import node_config
+from ernie_compat.trainer import FULL_PRECISION, MAIN, Trainer, backend
 from sonicmoe.jit_warmup import warmup_jit
 
 pytestmark = pytest.mark.gpu
@@ -74,7 +73,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(config, corpus, tmp_path
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_a_step_waits_for_nothing(config, corpus, precision):
-    learner = make_learner("torch", MODEL, config.train, precision, "auto")
+    learner = backend("torch").Learner(MODEL, config.train, precision, "auto")
     tokens = corpus.batch(1, 8, MODEL.seq_len, 0)
     batches = [learner._inputs_and_targets(part) for part in np.split(tokens, 2)]
     for _ in range(3):

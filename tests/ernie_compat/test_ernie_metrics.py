@@ -1,4 +1,4 @@
-"""The figures of a run, its metrics file, and that the plots show what they should."""
+"""The figures of a run, and its metrics file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from ernie_compat import run_report
 from ernie_compat.metrics import (
     MetricsError,
     StepRecord,
     append_metrics,
     begin_metrics,
-    expert_load,
     loss_gap,
     read_metrics,
     smoothed,
@@ -76,21 +74,3 @@ def test_a_cut_last_line_is_ignored_and_a_broken_earlier_one_is_not(tmp_path):
 
 def test_the_load_of_the_busiest_expert():
     assert record(1).load_imbalance == pytest.approx((1.5 + 1.8) / 2)
-    assert expert_load(np.array([[3, 1], [0, 0]])) == [[0.75, 0.25], [0.0, 0.0]]
-
-
-def test_drawn_means_lag_behind_nothing(monkeypatch, tmp_path):
-    """A loss that falls by the same in every step: a mean that stands in the middle of its steps is
-    on the line. At the last of them it would lie half a window behind.
-    """
-    drawn = []
-    monkeypatch.setattr(run_report, "save_figure", lambda figure, path: drawn.append(figure))
-    losses = np.linspace(6, 2, 300)
-    records = [record(step, loss, loss) for step, loss in enumerate(losses, start=1)]
-    run_report.plot_loss(records, tmp_path / "loss.png", "fp8", "full precision")
-    lines = [line for axes in drawn[0].axes[:1] for line in axes.lines]
-    assert [line.get_label() for line in lines[1:]] == ["fp8, mean of 25 steps", "full precision"]
-    for line in lines:
-        np.testing.assert_allclose(
-            line.get_ydata(), np.interp(line.get_xdata(), range(1, 301), losses)
-        )

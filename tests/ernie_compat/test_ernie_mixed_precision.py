@@ -9,8 +9,8 @@ import torch
 from small_run import SIZES, train_config
 
 from ernie_compat import torch_backend
-from ernie_compat.learner import make_learner
 from ernie_compat.torch_backend import dense_dtype_on
+from ernie_compat.trainer import backend
 
 # Relative distance of two trainings, one with bf16 products around its experts, over 8 steps. It is
 # what the rounding of each step adds up to, so it is another one for every seed and every
@@ -20,7 +20,7 @@ FIRST_STEP, TRAINED = 1e-3, 2e-2
 
 
 def learner(precision="fp8"):
-    return make_learner("torch", SIZES, train_config(micro_batches=2), precision, "auto")
+    return backend("torch").Learner(SIZES, train_config(micro_batches=2), precision, "auto")
 
 
 @pytest.fixture

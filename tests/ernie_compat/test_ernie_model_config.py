@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from small_run import SIZES, run_config
 
-from ernie_compat.learner import make_learner
 from ernie_compat.model_config import ModelConfig, RunConfig, TrainConfig
+from ernie_compat.trainer import backend
 from sonicmoe.errors import ConfigError
 
 
@@ -73,7 +73,7 @@ def test_unreadable_json_is_a_config_error():
     [SIZES, ModelConfig(), ModelConfig(num_layers=5, dense_layers=2, topk=3, num_experts=6)],
 )
 def test_parameters_are_those_of_the_model(model):
-    learner = make_learner("torch", model, TrainConfig(), "fp32", "auto")
+    learner = backend("torch").Learner(model, TrainConfig(), "fp32", "auto")
     assert model.parameters == sum(p.numel() for p in learner.parameters.values())
 
 

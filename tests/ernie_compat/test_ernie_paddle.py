@@ -16,7 +16,7 @@ found = {"steps": {each: first_steps("paddle", each, text) for each in ("fp32", 
 
 from ernie_compat.checkpoint import load_checkpoint
 from ernie_compat.corpus import load_corpus
-from ernie_compat.learner import make_learner
+from ernie_compat.trainer import backend
 from ernie_compat.trainer import Trainer
 corpus = load_corpus([text])
 config = run_config(framework="paddle", compare=True, train={"micro_batches": 2})
@@ -33,7 +33,7 @@ found["resumed"] = {
     "whole": [r.loss for r in whole.records], "parts": [r.loss for r in second.records],
 }
 
-learner = make_learner("paddle", SIZES, train_config(), "fp8", "auto")
+learner = backend("paddle").Learner(SIZES, train_config(), "fp8", "auto")
 named = learner.parameters.items()
 grads = {name: p.main_grad for name, p in named}
 before = learner.state()

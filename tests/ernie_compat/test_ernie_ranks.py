@@ -216,6 +216,6 @@ def test_paddles_launcher_trains_and_its_ranks_train_as_one(text, alone, tmp_pat
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"127.0.0.1:{port}" in result.stdout + result.stderr
     summary = json.loads((out / "summary.json").read_text())
-    found = summary["framework"], summary["ranks"], summary["steps"]
+    found = summary["config"]["framework"], summary["ranks"], summary["steps"]
     assert found == ("paddle", WORLD, 6)
     assert_trained_alike(out, alone("micro"), PADDLE_FIRST_STEP, PADDLE_LATER, PADDLE_GRADIENT)

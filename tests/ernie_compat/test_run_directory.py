@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ernie_compat.run_directory import clear, open_directory
+from ernie_compat.run_report import clear, open_directory
 from sonicmoe.errors import ConfigError
 
 
