@@ -199,14 +199,20 @@ def replace_everywhere(changes: dict[str, tuple[Any, Any]]) -> None:
 def launch_nothing() -> None:
     """Kernels become a native function that returns at once."""
     from sonicmoe import interop
-    from sonicmoe.engine import bf16, bf16_sm90, hopper, hopper_layer, hopper_passes, hopper_program
+    from sonicmoe.engine import (
+        bf16,
+        bf16_program,
+        bf16_sm90,
+        hopper,
+        hopper_layer,
+        hopper_passes,
+        hopper_program,
+    )
     from sonicmoe.engine.select import EngineChoice
-    from sonicmoe.kernels import routing_metadata_source
     from sonicmoe.kernels.host import program_source
     from sonicmoe.layer import plan
     from sonicmoe.quant import gpu as quant_gpu
     from sonicmoe.routing import backends
-    from sonicmoe.routing.calls import RoutedCall
 
     nothing = tvm_ffi.get_global_func("testing.nop")
     names = ("swiglu ",)  # as both modules would export them
@@ -222,18 +228,14 @@ def launch_nothing() -> None:
     quant_gpu._kernels = lambda device: weight_kernels
     routing = backends.CudaKernels.__new__(backends.CudaKernels)
     routing._build, routing._forced_ctas = nothing, 0
-    bind = routing_metadata_source("sm_90a").load().with_routing
-    routing._sum_to_slots = RoutedCall(nothing, 0, "slot_row", bind)
-    routing._aggregate_routed = RoutedCall(nothing, 1, "slot_row row_prob", bind)
     routing._memory_of = lambda *_: ((0, 0, 0, 0, 0, 1 << 20), 1 << 20)
     backends._choose = lambda device: routing
-    of_bf16 = "up", "grouped_gemm", "dgated", "gather_rows", "wgrad"
-    empty = SimpleNamespace(**dict.fromkeys(of_bf16, nothing))
-    empty.wgrad_destination = lambda *_: nothing  # any object will do
-    modules, matrices = (empty, empty, empty), lambda *_: nothing
-    products = bf16_sm90.Kernels.of(*modules, matrices, (0.0, 0.0), bind)
-    bf16_sm90.kernels_on = lambda *_: products
-    wgrad = bf16_sm90.Wgrad(empty, bind)
+    kernels, matrices = dict.fromkeys(bf16_program.KERNELS, nothing), lambda *_: nothing
+    to_tokens = bf16_sm90.Passes(native, kernels, "bfloat16", matrices, (0.0, 0.0))
+    bf16_sm90.passes_on = lambda *_: to_tokens
+    # Any object will do for a destination.
+    module = SimpleNamespace(wgrad=nothing, wgrad_destination=lambda *_: nothing)
+    wgrad = bf16_sm90.Wgrad(native, module, "bfloat16")
     bf16_sm90.wgrad_on = lambda *_: wgrad
     bf16._is_hopper = lambda device: True
     made = {

@@ -5,37 +5,38 @@ gradient fused, and with the gather of tokens but for wide experts on Hopper: th
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 
 from ..architectures import SM90
 from ..enums import is_glu
-from ..interop import current_stream, device_name, is_cuda, plain_ops
+from ..interop import device_name, is_cuda, plain_ops
 from ..layouts import NATIVE, StackedWeights, WeightLayout
 from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
 from . import bf16_sm90
 from .bf16_weights import are_lent, kind_of, recognised, remember, weights_in_place
 from .blackwell import bf16_gradients, quack_products
+from .expert_matrices import tensors_of
 from .expert_rows import ExpertRows, launch_scope
 from .gpu import gpu_of
 from .interface import EngineWeights
 from .plain_engine import PlainEngine
 from .products import Products, plain_operand
+from .routed_layer import RoutedEngine
 from .settings import EngineSettings
 from .targets import GradientTargets
-from .tokens import PendingWgrad, plain_tokens
+from .tokens import PendingWgrad, Saved, Tokens, plain_tokens
 
 Tensor = torch.Tensor
 
 
-class Bf16Engine(PlainEngine):
+class Bf16Engine(RoutedEngine, PlainEngine):
     """See the module docstring; `capabilities.BF16` says what it takes."""
 
     name = "bf16"
+    layer = bf16_sm90.Bf16Layer  # on Hopper
     frees_dw1_first = True  # on Hopper, where it writes fresh gradients
 
     def refresh(
@@ -77,27 +78,30 @@ class Bf16Engine(PlainEngine):
                 remember(kind, settings, found)
         return found
 
+    def forward(
+        self,
+        x: Tokens,
+        routing: RoutingMetadata,
+        weights: EngineWeights,
+        settings: EngineSettings,
+        *,
+        save: bool = True,
+    ) -> tuple[Tensor, Saved | None]:
+        """By programs on Hopper, else one product after the other."""
+        way = RoutedEngine if _are_on_hopper(weights) else PlainEngine
+        return way.forward(self, x, routing, weights, settings, save=save)
+
+    def backward_dx(
+        self, dout: Tokens, saved: Saved, weights: EngineWeights
+    ) -> tuple[Tensor, Tensor, PendingWgrad]:
+        """As `forward`."""
+        way = RoutedEngine if _are_on_hopper(weights) else PlainEngine
+        return way.backward_dx(self, dout, saved, weights)
+
     def _products(
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
     ) -> AbstractContextManager[Products]:
-        # Only the Hopper path sets `native`: where it is set, the device need not be asked.
-        if weights.native is None and not _is_hopper(device_name(x)):
-            return quack_products.products(x, weights, settings, routing)
-        kernels = bf16_sm90.kernels_for(x, settings, weights)
-        sums, stream = partial(_row_sums, routing), current_stream(x)
-        given = routing, weights, kernels, settings, sums, stream
-        return nullcontext(bf16_sm90.HopperProducts(*given))
-
-    def _adapted(self, products: Products, settings: EngineSettings, projected: Any) -> Any:
-        """On Hopper inside the GEMMs."""
-        if isinstance(products, bf16_sm90.HopperProducts):
-            products.adapt(projected)
-            return products
-        return super()._adapted(products, settings, projected)
-
-    def _may_write_dz_over_z(self, z: Tensor) -> bool:
-        """On Hopper a tile reads its part of z before it writes the same part of dz."""
-        return _is_hopper(device_name(z))
+        return quack_products.products(x, weights, settings, routing)
 
     def _sum_biases(self, pending: PendingWgrad, db1: Tensor, db2: Tensor) -> None:
         dout, routing = plain_tokens(pending.dout), pending.routing
@@ -133,7 +137,6 @@ def _is_hopper(device: str) -> bool:
     return device != "cpu" and gpu_of(device).arch == SM90.name
 
 
-def _row_sums(
-    routing: RoutingMetadata, partials: Tensor, dout: Tensor, b2: Tensor | None
-) -> Tensor:
-    return ExpertRows.of(routing).sum_partials(partials, dout, b2)
+def _are_on_hopper(weights: EngineWeights) -> bool:
+    # Only the Hopper path sets `native`: where it is set, the device need not be asked.
+    return weights.native is not None or _is_hopper(device_name(tensors_of(weights.w1)[0]))

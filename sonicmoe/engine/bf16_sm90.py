@@ -1,86 +1,74 @@
-"""The products of the BF16 engine on Hopper, on kernels of our own. They read weights and leave
-gradients where the caller has them: transposed or not, gate and up in halves or in turns.
-
-z and dz have their columns in the order of w1's rows, so that every product but `up` and `dgated`
-is a plain one.
+"""The passes of the BF16 engine on Hopper: the programs of `bf16_program` over kernels of our own. They
+read weights and leave gradients where the caller has them: transposed or not, gate and up in halves or
+in turns.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ..enums import ActivationType, is_glu
 from ..errors import ConfigError
-from ..interop import current_stream, device_name, device_of, dtype_name, empty, free
-from ..kernels import routing_metadata_source
-from ..kernels.cuda_wgrad import expert_rows_module
+from ..interop import count_write, current_stream, device_name, dtype_name, empty, free
+from ..kernels import cuda_sources
+from ..kernels.cuda_wgrad import expert_rows_module, low_rank_source
+from ..kernels.host import program_source
 from ..kernels.sm90 import bf16_sources, gathers_first, launch_parameters
 from ..layouts import GateUp, WeightLayout
-from ..observe import staged, tap
+from ..observe import tap
 from ..routing.backends import arch_of
-from ..routing.calls import Bind, RoutedCall
-from ..routing.combine import sum_to_slots
-from ..routing.metadata import RoutingMetadata
-from .bf16_adapters import NOTHING, RowsOfAdapters, narrow_kernels
+from ..routing.combine import scatter_to_slots
+from .bf16_program import BINDS, KERNELS, PASSES, VOCABULARIES, WGRAD
 from .expert_matrices import ExpertMatrices
+from .expert_rows import ExpertRows
 from .footprint import MAX_KNOWN
 from .gradient_places import GradientPlaces, wgrad_destination
 from .interface import EngineWeights
-from .products import Products, empty_rows, plain_operand, shown_in_turns, write_zeros
+from .products import plain_operand, write_zeros
+from .routed_layer import Operands, RoutedLayer
+from .routed_passes import (
+    FACTORS,
+    OF_ADAPTERS,
+    OF_LAUNCHES,
+    RoutedPasses,
+    exported_by,
+    factors_of,
+)
 from .settings import EngineSettings
 from .targets import GradientTargets
-from .tokens import PendingWgrad, plain_tokens
+from .tokens import PendingWgrad, Saved, plain_tokens
 
 Tensor = torch.Tensor
-_TILE_COLUMNS = 256  # of dy1, whose sums of a row are one partial sum
-# Addresses and strides that the copy engine takes are multiples of 16 bytes, or 8 elements.
-_BYTES, _ITEMS = 16, 8
 
 
-class Kernels(NamedTuple):
-    """The functions of the passes to the tokens, each of which is told the routing first. matrices:
-    makes of addresses, rows and columns of `ExpertMatrices` what they take, once; None where
-    weights are stacked. gate: the parameters of the activation, as `up` and `dgated` take them.
+class Passes(RoutedPasses):
+    """The passes to the tokens over one set of kernels. matrices: makes of addresses, rows and columns
+    of `ExpertMatrices` what they take, once; None where weights are stacked. gate: the parameters of
+    the activation, as `up` and `dgated` take them.
     """
 
-    up: RoutedCall
-    grouped_gemm: RoutedCall
-    dgated: RoutedCall
-    gather_rows: RoutedCall
-    matrices: Callable[[tuple[int, ...], int, int], Any] | None
-    gate: tuple[float, float]
-
-    @classmethod
-    def of(
-        cls, gemm: Any, dgated: Any, rows: Any, matrices: Any, gate: Any, bind: Bind | None = None
-    ) -> Kernels:
-        """The functions of three loaded modules; bind: as of `RoutedCall`."""
-        return cls(
-            RoutedCall(gemm.up, 8, "row_token padded_offsets", bind),
-            RoutedCall(gemm.grouped_gemm, 7, "padded_offsets", bind),
-            RoutedCall(dgated.dgated, 7, "row_prob row_token padded_offsets", bind),
-            RoutedCall(rows.gather_rows, 1, "row_token", bind),
-            matrices,
-            gate,
-        )
+    def __init__(
+        self, native: Any, kernels: Mapping[str, Any], dtype: str, matrices: Any, gate: Any
+    ) -> None:
+        super().__init__(native, kernels, VOCABULARIES[dtype], PASSES, BINDS)
+        self.dprob_columns = int(native.numbers()["dprob_columns"])
+        self.matrices, self.gate = matrices, gate
 
 
-class Wgrad:
-    """The function of weight gradients, which is told the routing first, and where these go."""
+class Wgrad(RoutedPasses):
+    """The pass of weight gradients, and what makes where these go."""
 
-    def __init__(self, module: Any, bind: Bind | None = None) -> None:
-        """Take the functions of a loaded module; bind: as of `RoutedCall`."""
-        fields = "row_token padded_offsets expert_counts"
-        self.wgrad = RoutedCall(module.wgrad, 3, fields, bind)
+    def __init__(self, native: Any, module: Any, dtype: str) -> None:
+        super().__init__(native, {"wgrad": module.wgrad}, VOCABULARIES[dtype], WGRAD)
         self.make_destination = module.wgrad_destination
 
 
 @functools.lru_cache(maxsize=64)
-def kernels_on(
+def passes_on(
     device: str,
     activation: Any,
     parameters: Any,
@@ -88,77 +76,99 @@ def kernels_on(
     rows_first: bool,
     separate: bool,
     low_rank: bool,
-) -> Kernels:
-    """Loaded, or compiled, at the first call; errors as `CudaSource.load`."""
+) -> Passes:
+    """Over kernels that are loaded, or compiled, at the first call; errors as `CudaSource.load`."""
     arch = arch_of(device)
     sources = bf16_sources(arch, activation, dtype, rows_first, separate, low_rank)
     gemm, dgated = (sources[name].load() for name in ("bf16_gemm", "bf16_dgated"))
+    others = [source.load() for source in cuda_sources(arch)]
+    others += [low_rank_source(arch).load()] * low_rank
+    modules = gemm, dgated, expert_rows_module(arch), *others
+    kernels = exported_by(modules, (*KERNELS, *OF_ADAPTERS))
     # Of addresses that stay, as parameters' do, maps are encoded once.
     kept = functools.lru_cache(maxsize=MAX_KNOWN)
     matrices = kept(gemm.expert_matrices) if separate else None
     # Both modules name the parameters in one order, that of the activation's struct.
     _, *gate = launch_parameters(gemm.activation_names(), activation, parameters)
-    modules, bind = (gemm, dgated, expert_rows_module(arch)), _bind_on(arch)
-    return Kernels.of(*modules, matrices, (gate[0], gate[1]), bind)
-
-
-def _bind_on(arch: str) -> Bind:
-    return routing_metadata_source(arch).load().with_routing  # type: ignore[no-any-return]
-
-
-class Prepared:
-    """The kernels that launches over one kind of weights share (`EngineWeights.native`), without
-    adapters and with them. Each set is loaded when it is first asked for.
-    are_lent: the weights are the user's own memory.
-    """
-
-    def __init__(self, settings: EngineSettings, are_lent: bool = False) -> None:
-        self.settings, self.are_lent = settings, are_lent
-        self.kernels: list[Kernels | None] = [None, None]
-
-
-def kernels_for(tokens: Tensor, settings: EngineSettings, weights: EngineWeights) -> Kernels:
-    """The kernels that read these tokens and weights."""
-    prepared = weights.native
-    if prepared is None or prepared.settings is not settings:
-        prepared = Prepared(settings)
-        object.__setattr__(weights, "native", prepared)
-    adapted = weights.adapters is not None
-    kernels: Kernels | None = prepared.kernels[adapted]
-    if kernels is None:
-        own = settings.activation, settings.activation_parameters
-        form = gathers_first(weights.intermediate_size), isinstance(weights.w1, ExpertMatrices)
-        of_call = device_name(tokens), *own, dtype_name(tokens.dtype)
-        kernels = prepared.kernels[adapted] = kernels_on(*of_call, *form, adapted)
-    return kernels
+    return Passes(program_source(arch).load(), kernels, dtype, matrices, gate)
 
 
 @functools.lru_cache(maxsize=16)
 def wgrad_on(device: str, dtype: str) -> Wgrad:
     """The kernel of weight gradients of every activation, loaded or compiled at the first call."""
-    sources = bf16_sources(arch_of(device), ActivationType.SWIGLU, dtype)
-    module = sources["bf16_wgrad"].load()
-    return Wgrad(module, _bind_on(arch_of(device)))
+    arch = arch_of(device)
+    module = bf16_sources(arch, ActivationType.SWIGLU, dtype)["bf16_wgrad"].load()
+    return Wgrad(program_source(arch).load(), module, dtype)
 
 
-class HopperProducts(Products):
-    """Every argument is named in the `.cu` files of `kernels/sm90`."""
+class Prepared:
+    """The passes over one kind of weights (`EngineWeights.native`), and what is bound for them: found
+    when somebody first asks. are_lent: the weights are the user's own memory.
+    """
 
-    def __init__(
-        self,
-        routing: RoutingMetadata,
-        weights: EngineWeights,
-        kernels: Kernels,
-        settings: EngineSettings,
-        row_sums_of: Any,
-        stream: int,
-    ) -> None:
-        """row_sums_of: sums partial sums and `<dout, b2>` of every row."""
-        super().__init__(routing, weights)
-        self._kernels, self._row_sums_of, self._stream = kernels, row_sums_of, stream
-        self._narrow: RowsOfAdapters | None = None
-        self._layout = weights.layout.transposed, weights.layout.split_half
-        self._launch = settings.gemm_num_sms, stream
+    def __init__(self, settings: EngineSettings, are_lent: bool = False) -> None:
+        self.settings, self.are_lent = settings, are_lent
+        self._plain: tuple[Passes, Any] | None = None
+
+    def passes(self, weights: EngineWeights, *call: Any) -> tuple[Passes, Any]:
+        """Those that read these weights, and the handle of what is bound. call: as of `_made`."""
+        if weights.adapters is not None:
+            return self._made(weights, *call)
+        if self._plain is None:
+            self._plain = self._made(weights, *call)
+        return self._plain
+
+    def _made(
+        self, weights: EngineWeights, tokens: Tensor, stream: int, backward: bool
+    ) -> tuple[Passes, Any]:
+        settings, adapters, layout = self.settings, weights.adapters, weights.layout
+        own = settings.activation, settings.activation_parameters, dtype_name(tokens.dtype)
+        form = gathers_first(weights.intermediate_size), isinstance(weights.w1, ExpertMatrices)
+        passes = passes_on(device_name(tokens), *own, *form, adapters is not None)
+        factors = factors_of(adapters, passes.kernels, tokens.dtype, settings, backward, stream)
+        if "up_b_t" in factors:
+            factors["up_b_t"] = _order_of(weights).user_b1(factors["up_b_t"])
+        (first, second), scales = passes.gate, (0.0, 0.0) if adapters is None else adapters.scales
+        return passes, passes.bind(
+            transposed=layout.transposed,
+            by_rows=not layout.transposed,
+            first=first,
+            second=second,
+            **{name: factors.get(name) for name in FACTORS},
+            **dict(zip(OF_LAUNCHES, (*scales, settings.gemm_num_sms), strict=True)),
+        )
+
+
+class Bf16Layer(RoutedLayer):
+    """See `RoutedLayer`. z and dz have their columns in the order of w1's rows."""
+
+    with_dgated, parts_of_b = "", "gradient_parts"
+
+    def _prepare(
+        self, x: Tensor, weights: EngineWeights, settings: EngineSettings, backward: bool
+    ) -> Passes:
+        self.dtype, stream = x.dtype, current_stream(x)
+        prepared = weights.native
+        if prepared is None or prepared.settings is not settings:
+            prepared = Prepared(settings)
+            object.__setattr__(weights, "native", prepared)
+        passes, handle = prepared.passes(weights, x, stream, backward)
+        self._given = {"weights": handle, "stream": stream, "halves": weights.layout.split_half}
+        return passes
+
+    @property
+    def narrow_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def empty_z(self) -> Tensor:
+        return self._empty_rows(self._weights.n1)
+
+    def _empty_rows(self, width: int) -> Tensor:
+        return empty((self._routing.num_rows, width), self.dtype, self.device)  # type: ignore[no-any-return]
+
+    def _token_rows(self) -> Tensor | None:
+        is_first = gathers_first(self._weights.intermediate_size)
+        return self.scratch("rows_scratch", "token_rows") if is_first else None
 
     def _operand(self, weight: Any) -> tuple[Any, Any]:
         """A weight as the kernels take it, and the tensor of its second half, if there are two."""
@@ -166,78 +176,104 @@ class HopperProducts(Products):
             return weight
         if not isinstance(weight, ExpertMatrices):
             return weight, None
-        assert self._kernels.matrices is not None
-        return self._kernels.matrices(weight.addresses, *weight.shape[1:]), None
+        return self._passes.matrices(weight.addresses, *weight.shape[1:]), None
 
-    def _rows_of(self, tokens: Tensor) -> Tensor:
-        """Tokens as `up` and `dgated` take them."""
-        if not gathers_first(self.weights.intermediate_size):
-            return tokens
-        rows = empty_rows(self.routing, self.weights.hidden_size, tokens)
-        self._kernels.gather_rows(self.routing, tokens, rows, self._stream)
-        return rows
+    def forward(self, x: Tensor, z: Tensor | None, out: Tensor | None) -> None:
+        weights = self._weights
+        w1, w1_up = self._operand(weights.w1)
+        self._passes.forward(
+            **self._given,
+            routing=self.routed.routing,
+            x=x,
+            z=z,
+            out=out,
+            # Recomputing stops at z: y1 and the down projection are not needed.
+            scratch=None if out is None else self.scratch("scratch", "y2"),
+            rows_scratch=self._token_rows(),
+            w1=w1,
+            w1_up=w1_up,
+            w2=self._operand(weights.w2)[0],
+            b1=weights.b1,
+            b2=weights.b2,
+            up_u=self.u.up,
+            down_u=self.u.down,
+        )
 
-    def adapt(self, projected: Tensor) -> None:
-        """From here on with the adapters of the weights, u of which lie in `projected`."""
-        adapters = self.weights.adapters
-        assert adapters is not None
-        given = adapters, self.routing, projected, self._layout[1]
-        kernels = narrow_kernels(device_name(projected))
-        self._narrow = RowsOfAdapters(*given, kernels, self._stream)
+    def goes_apart(self, saved: Saved) -> bool:
+        """For z, or for gathered rows of dout, which large layers have."""
+        return self._settings.frees_stagewise or gathers_first(self._weights.intermediate_size)
 
-    def gradients(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        """`PendingWgrad.adapters`, after a backward to x."""
-        assert self._narrow is not None
-        return self._narrow.gradients(x)
+    def empty_operands(self, saved: Saved, z: Tensor) -> Operands:
+        # A tile reads its part of z before it writes the same part of dz.
+        dz = z if saved.donated or saved.z is None else self.empty_z()
+        return dz, self._empty_rows(self._weights.intermediate_size), True
 
-    def up(self, x: Tensor, z: Tensor | None, y1: Tensor | None) -> None:
-        kernels, weights = self._kernels, self.weights
-        given = self._rows_of(x), *self._operand(weights.w1), *self._layout, weights.b1
-        adapter = NOTHING if self._narrow is None else self._narrow.projected("up", x, True)
-        kernels.up(self.routing, *given, *adapter, z, y1, *kernels.gate, *self._launch)
+    def dgated(
+        self, dout: Tensor, z: Tensor, operands: Operands, dx: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """dprobs of a layer with biases are sums of whole rows, with `<dout, b2>`."""
+        weights, routing = self._weights, self._routing
+        (dz, y1s, _), (w1, w1_up) = operands, self._operand(weights.w1_dgrad)
+        partials = dprobs = None
+        if weights.b2 is None:
+            dprobs = empty((routing.num_tokens, routing.topk), torch.float32, self.device)
+        else:
+            tiles = -(-weights.intermediate_size // self._passes.dprob_columns)
+            partials = empty((tiles, routing.num_rows), torch.float32, self.device)
+        scratch = self.scratch("dz_scratch", "dprob_parts" if dx is None else "dx_rows")
+        token_rows = self._token_rows()
+        try:
+            self._passes.dgated(
+                **self._given,
+                routing=self.routed.routing,
+                dout=dout,
+                z=z,
+                dz=dz,
+                y1s=y1s,
+                dprobs=dprobs,
+                partials=partials,
+                dz_scratch=scratch,
+                rows_scratch=token_rows,
+                dx=dx,
+                w1=w1,
+                w1_up=w1_up,
+                w2=self._operand(weights.w2_dgrad)[0],
+                up_v=self.v.up,
+                down_v=self.v.down,
+            )
+        finally:
+            # Where a launch fails nobody knows which have run.
+            if dz is z:
+                count_write(z)
+        if partials is not None:
+            of_rows = partials.transpose(0, 1).contiguous()
+            sums = ExpertRows.of(routing).sum_partials(of_rows, dout, weights.b2)
+            dprobs = scatter_to_slots(sums, routing)
+        assert dz is not None and dprobs is not None
+        return dz, tap("ds", dprobs)
 
-    def up_again(self, x: Tensor, z: Tensor) -> None:
-        self.up(x, z, None)
+    def dgrad(self, dz: Tensor, x: Tensor) -> Tensor:
+        dx, (w1, w1_up) = self.empty_dx(x), self._operand(self._weights.w1_dgrad)
+        given = {name: self._given[name] for name in ("weights", "stream")}
+        scratch, v = self.scratch("dx_scratch", "dx_rows"), self.v.up
+        operands = {"dz": dz, "dx": dx, "dx_scratch": scratch, "w1": w1, "w1_up": w1_up, "up_v": v}
+        self._passes.dgrad(**given, routing=self.routed.routing, **operands)
+        return dx
 
-    def down(self, y1: Tensor, y2: Tensor) -> None:
-        weights = self.weights
-        given = y1, *self._operand(weights.w2), self._layout[0], weights.b2
-        adapter = NOTHING if self._narrow is None else self._narrow.projected("down", y1, False)
-        self._kernels.grouped_gemm(self.routing, *given, *adapter, y2, *self._launch)
+    def sums_of_factors(
+        self, x: Tensor, dout: Tensor, operands: Operands
+    ) -> tuple[Tensor | None, ...]:
+        (dz, y1s, _), u, v = operands, self.u, self.v
+        narrow = {"up_u": u.up, "up_v": v.up, "down_u": u.down, "down_v": v.down}
+        sums = self.factor_gradients("ab")
+        up_a, up_b, *of_down = self.sum_factors(x=x, dz=dz, dout=dout, y1s=y1s, **narrow, **sums)
+        order = _order_of(self._weights)
+        return up_a, None if up_b is None else order.native_w1(up_b), *of_down
 
-    def dgrad(self, dz: Tensor, dx_rows: Tensor) -> None:
-        # The same matrices, contracted over their rows.
-        given = dz, *self._operand(self.weights.w1_dgrad), not self._layout[0], None
-        adapter = NOTHING if self._narrow is None else self._narrow.returned("up", dz, False)
-        self._kernels.grouped_gemm(self.routing, *given, *adapter, dx_rows, *self._launch)
 
-    def dgated(self, dout: Tensor, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
-        """Partial sums `[tiles, R]`."""
-        kernels, weights, routing = self._kernels, self.weights, self.routing
-        tiles = -(-weights.intermediate_size // _TILE_COLUMNS)
-        partials = empty((tiles, routing.num_rows), torch.float32, device_of(dout))
-        given = self._rows_of(dout), self._operand(weights.w2_dgrad)[0], *self._layout
-        outputs, adapter = (dz, y1s, partials), NOTHING
-        if self._narrow is not None:
-            adapter = self._narrow.returned("down", dout, True)
-            self._narrow.keep(dout, y1s)
-        kernels.dgated(routing, *given, *adapter, z, *outputs, *kernels.gate, *self._launch)
-        return partials
-
-    def dprobs(self, partials: Tensor, dout: Tensor) -> Tensor:
-        if self.weights.b2 is None:
-            return sum_to_slots(partials, self.routing)
-        return super().dprobs(partials, dout)
-
-    def row_sums(self, partials: Tensor, dout: Tensor) -> Tensor:
-        of_rows = partials.transpose(0, 1).contiguous()
-        sums: Tensor = self._row_sums_of(of_rows, dout, self.weights.b2)
-        return sums
-
-    def shown(self, name: str, operand: Tensor) -> Tensor:
-        if name in ("z", "dz") and self._layout[1]:
-            return shown_in_turns(name, operand)
-        return tap(name, operand)
+def _order_of(weights: EngineWeights) -> WeightLayout:
+    """Of the columns of dz."""
+    return WeightLayout(split_half=weights.layout.split_half)
 
 
 def add_gradients(
@@ -251,37 +287,39 @@ def add_gradients(
         return
     dz = plain_operand(pending.dz)
     kernels = wgrad_on(device_name(dz), dtype_name(dz.dtype))
+    sizes = int(plain_tokens(pending.x).shape[1]), int(pending.y1s.shape[1])
+    launch = {
+        "routing": kernels.routed(pending.routing, *sizes).routing,
+        "stream": current_stream(dz),
+        "multiprocessors": pending.settings.gemm_num_sms,
+    }
     del dz  # its memory may be wanted before the end
     order = pending.split_half, is_glu(pending.settings.activation)
-    into_dw1, into_dw2 = _destinations(kernels, targets, *order)
+    dw1, dw2 = _destinations(kernels, targets, *order)
     is_late = targets.make_down is not None
     targets.adding = True
     if biases is not None:
         targets.add_biases(*biases, split_half=pending.split_half)
     if is_late:
         # dz is larger than y1s, and its memory is free for dw2.
-        _add("dw1", kernels, pending, into_dw1)
+        _add(kernels, launch, pending, dw1, None)
         if pending.donated:
             free(plain_operand(pending.dz))
-        pending.x = pending.dz = None
+        pending.x = pending.dz = dw1 = None
         targets.take_down()
-        _, into_dw2 = _destinations(kernels, targets, *order)
-    _add("dw2", kernels, pending, into_dw2)
-    if pending.settings.frees_stagewise:
-        pending.dout = pending.y1s = None
-    if not is_late:
-        _add("dw1", kernels, pending, into_dw1)
+        _, dw2 = _destinations(kernels, targets, *order)
+    elif pending.settings.frees_stagewise:
+        _add(kernels, launch, pending, None, dw2)
+        pending.dout = pending.y1s = dw2 = None
+    _add(kernels, launch, pending, dw1, dw2)
     targets.adding = False
 
 
-def _add(gradient: str, kernels: Wgrad, pending: PendingWgrad, destination: Any | None) -> None:
-    if destination is None:
-        return
-    is_down = gradient == "dw2"
-    tokens, rows = (pending.dout, pending.y1s) if is_down else (pending.x, pending.dz)
-    operands = plain_tokens(tokens), plain_operand(rows), is_down
-    launch = pending.settings.gemm_num_sms, current_stream(rows)
-    staged(gradient, kernels.wgrad, pending.routing, *operands, destination, *launch)
+def _add(
+    kernels: Wgrad, launch: Mapping[str, Any], pending: PendingWgrad, dw1: Any, dw2: Any
+) -> None:
+    given = {"x": pending.x, "dout": pending.dout, "dz": pending.dz, "y1s": pending.y1s}
+    kernels.wgrad(**launch, **given, dw1=dw1, dw2=dw2)
 
 
 def _destinations(

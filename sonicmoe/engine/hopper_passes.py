@@ -12,7 +12,6 @@ import torch
 
 from ..enums import ActivationType, ZCode
 from ..errors import ConfigError, ShapeError, expect
-from ..interop import device_of
 from ..kernels import aggregate_source, routing_metadata_source
 from ..kernels.cuda_quantize import quantize_source
 from ..kernels.cuda_wgrad import (
@@ -24,23 +23,12 @@ from ..kernels.host import program_source
 from ..kernels.sm90 import gemm_sources, launch_parameters
 from ..quant.format import BlockScaledTensor, Orientation
 from ..routing.backends import arch_of
-from ..routing.metadata import ROW_ALIGNMENT, RoutingMetadata
-from .factor_operands import FactorOperands
+from ..routing.metadata import ROW_ALIGNMENT
 from .gradient_places import wgrad_destination
-from .hopper_program import (
-    BINDS,
-    FACTORS,
-    GATES,
-    KERNELS,
-    PASSES,
-    RECIPE,
-    ROUTING,
-    VOCABULARY,
-    WEIGHTS,
-)
+from .hopper_program import BINDS, GATES, KERNELS, PASSES, RECIPE, VOCABULARY, WEIGHTS
 from .interface import EngineSettings, EngineWeights
 from .low_rank import Adapters
-from .program import Program, Programs
+from .routed_passes import FACTORS, OF_ADAPTERS, RoutedPasses, exported_by, factors_of
 from .targets import GradientTargets
 
 Tensor = torch.Tensor
@@ -48,21 +36,14 @@ KeptZ = BlockScaledTensor | Tensor  # 8-bit codes, or bf16
 # `Passes` refuses kernels that were built for others.
 SCALE_BLOCK, GATE_UP_BLOCK = RECIPE.w2.rows, RECIPE.w1.rows
 Z_BLOCK = RECIPE.z
-MAX_SIZES = 1024  # of scratch, kept for one device: a step has as many as batches in flight
-_NO_TENSORS = [None] * len(ROUTING)
-# What passes call themselves.
-_BESIDE = "wgrad_destination", "gradient_parts", "parts_of_both", "prepare_factor"
 
 
 class PreparedHandle(NamedTuple):
-    """The native handle of prepared weights, with their H and I, and the passes that take it under
-    these settings. has_dgrad: the handle refers to backward's order too, which `iso_weight` does
-    not keep.
+    """The native handle of prepared weights, and the passes that take it under these settings.
+    has_dgrad: the handle refers to backward's order too, which `iso_weight` does not keep.
     """
 
     handle: Any
-    hidden: int
-    inner: int
     has_dgrad: bool
     passes: Passes
     settings: EngineSettings
@@ -70,21 +51,8 @@ class PreparedHandle(NamedTuple):
     of_backward: bool = False
 
 
-class Routed(NamedTuple):
-    """A routing as passes take it, how many bytes of each buffer of a layer its parts take up to their
-    ends (`Programs.part_ends`), the passes that take them, and the device.
-    """
-
-    routing: tuple[Any, ...]
-    ends: Mapping[tuple[str, str], int]
-    passes: Passes
-    device: Any
-
-
-class Passes:
-    """The passes over one set of kernels; each takes its arguments by keyword. bind: makes the handle
-    of weights of all that is bound.
-    """
+class Passes(RoutedPasses):
+    """The passes over one set of kernels."""
 
     def __init__(
         self,
@@ -103,31 +71,9 @@ class Passes:
         """
         # A kernel of other blocks would read scales at wrong places without an error.
         _check_numbers(native.numbers())
+        super().__init__(native, kernels, VOCABULARY, PASSES, BINDS)
         self._activations = [tuple(map(str, exported)) for exported in activations]
-        self.kernels, of = kernels, Programs(native, VOCABULARY, kernels)
-        self.bind, self._part_ends = of.bind, of.part_ends("TKERHI")
-        calls = {n: Program(of, n, *told, binds=n in BINDS).call for n, told in PASSES.items()}
-        self.forward, self.dgated, self.dgrad = (calls[n] for n in ("forward", "dgated", "dgrad"))
-        self.wgrad, self.dw1, self.dw2 = (calls[name] for name in ("wgrad", "dw1", "dw2"))
-        self.adapters = calls["adapters"]
         self._make_destination: Any = kernels.get("wgrad_destination")
-        self._ends: dict[tuple[int, ...], dict[tuple[str, str], int]] = {}
-
-    def routed(self, routing: RoutingMetadata, hidden: int, inner: int) -> Routed:
-        """What the passes of one forward, or of one backward, need to know of `routing`."""
-        memory = routing.memory
-        held = _NO_TENSORS if memory is not None else [getattr(routing, name) for name in ROUTING]
-        tokens, topk, experts, _, rows = routing.sizes
-        # Asking native code takes as long as a launch: a backward finds the sizes of its forward.
-        key = tokens, topk, experts, rows, hidden, inner
-        ends = self._ends.get(key)
-        if ends is None:
-            # Token counts differ from step to step, so this would grow for ever.
-            if len(self._ends) >= MAX_SIZES:
-                self._ends.clear()
-            ends = self._ends[key] = self._part_ends(*key)
-        given = memory, *held, tokens, topk, experts, rows, inner
-        return Routed(given, ends, self, device_of(routing.held[0]))
 
     def numbers(self, settings: EngineSettings, adapters: Adapters | None) -> dict[str, Any]:
         """What is bound beside weights: which activation the GEMMs compute, the scales of adapters, and
@@ -173,7 +119,7 @@ class Passes:
 
 
 # Not composed in every call: keywords that are no literals are compared letter by letter.
-_TOKEN_NAMES = {
+TOKEN_NAMES = {
     "x": ("x", "x_codes", "x_scale"),
     "dout": ("dout", "dout_codes", "dout_scale"),
 }
@@ -181,7 +127,7 @@ _TOKEN_NAMES = {
 
 def token_arguments(name: str, tokens: Tensor | BlockScaledTensor | None) -> dict[str, Any]:
     """The arguments of a pass for tokens, or their gradients: values, or codes and scales."""
-    of_values, of_codes, of_scale = _TOKEN_NAMES[name]
+    of_values, of_codes, of_scale = TOKEN_NAMES[name]
     if isinstance(tokens, BlockScaledTensor):
         return {of_values: None, of_codes: tokens.bytes, of_scale: tokens.scale_inv}
     return {of_values: tokens, of_codes: None, of_scale: None}
@@ -207,32 +153,14 @@ def prepared_handle(
     both = weights.two_orders
     names = ("w1", "w2", "b1", "b2", *(("w1_dgrad", "w2_dgrad") if both else ()))
     matrices = {name: getattr(weights, name) for name in names}
-    factors = factors_of(weights.adapters, passes, settings, backward, stream)
+    factors = factors_of(
+        weights.adapters, passes.kernels, torch.bfloat16, settings, backward, stream
+    )
     numbers = passes.numbers(settings, weights.adapters)
     handle = passes.weights_of({**matrices, **factors}, numbers)
-    sizes = weights.hidden_size, weights.intermediate_size
-    own = weights.adapters, backward
-    held = PreparedHandle(handle, *sizes, both, passes, settings, *own)
+    held = PreparedHandle(handle, both, passes, settings, weights.adapters, backward)
     object.__setattr__(weights, "native", held)
     return held
-
-
-def factors_of(
-    adapters: Adapters | None, passes: Passes, settings: EngineSettings, backward: bool, stream: int
-) -> dict[str, Tensor]:
-    """Those that a forward, or a backward, reads, by their names in the handle."""
-    found = {}
-    for side, pair in zip(("up", "down"), adapters or (None, None), strict=True):
-        if pair is None:
-            continue
-        operands = FactorOperands(pair, torch.bfloat16, passes.kernels["prepare_factor"], stream)
-        for name in "ab":
-            if backward:
-                found[f"{side}_{name}_t"] = operands.transposed(name)
-            # A backward may compute z again.
-            if not backward or (settings.recompute_z and side == "up"):
-                found[f"{side}_{name}"] = operands.straight(name)
-    return found
 
 
 def _check_numbers(built: Mapping[Any, Any]) -> None:
@@ -262,11 +190,6 @@ def passes_on(
     others = [bias_gradients_source] * bias + [low_rank_source] * low_rank
     modules = [source.load() for source in (up, dgated, wgrad)]
     modules += [source(arch).load() for source in (*always, *others)]
-    # Every kernel is exported by one module; those of biases and adapters by none, where there is no
-    # need of them.
-    kernels = {
-        name: next((getattr(module, name) for module in modules if hasattr(module, name)), None)
-        for name in (*KERNELS, *_BESIDE)
-    }
+    kernels = exported_by(modules, (*KERNELS, *OF_ADAPTERS, "wgrad_destination"))
     activations = modules[0].activation_names(), modules[1].activation_names()
     return Passes(program_source(arch).load(), activations, kernels)

@@ -23,25 +23,19 @@ from __future__ import annotations
 
 from ..quant.format import Code, Orientation
 from ..quant.recipes import RECIPES
-from .program import Buffer, Format, Rule, Vocabulary, stages_of, table_of
+from .program import Format, Rule, Vocabulary, stages_of, table_of
+from .routed_passes import FACTORS, HEAD, OF_LAUNCHES, ROUTED_TENSORS, WORDS, buffers_of, kernels_of
 
 RECIPE = RECIPES["dx256"]
 WEIGHTS = "w1", "w2", "w1_dgrad", "w2_dgrad"
-_OF_FORWARD = "up_a", "up_b", "down_a", "down_b"
-FACTORS = *_OF_FORWARD, *(f"{name}_t" for name in _OF_FORWARD)
 # Which activation a GEMM computes, as its module numbers them, and its parameters.
 GATES = {
     gemm: tuple(f"{gemm}_{name}" for name in ("activation", "first", "second"))
     for gemm in ("up", "dgated")
 }
-NUMBERS = *GATES["up"], *GATES["dgated"], "up_scale", "down_scale", "multiprocessors"
-ROUTING = "row_token", "padded_offsets", "slot_row", "row_prob"
-SIZES = "num_tokens", "topk", "num_experts", "num_rows", "inner"
+NUMBERS = *GATES["up"], *GATES["dgated"], *OF_LAUNCHES
 
 _TENSORS = """
-    num_tokens size T | topk size K | num_experts size E | num_rows size R | inner size I
-    expert_counts i32 E | padded_offsets i64 E+1 | row_token i32 R | slot_row i64 T K | row_prob f32 R
-
     w1 codes E 2I H | w1_scale f32 E * H/128 | w2 codes E H I | w2_scale f32 E H/128 I/128
     w1_dgrad codes E H 2I | w1_dgrad_scale f32 E H/128 2I/256
     w2_dgrad codes E I H | w2_dgrad_scale f32 E I/128 H/128
@@ -86,18 +80,13 @@ _MEMORY = {
 }  # fmt: skip
 
 VOCABULARY = Vocabulary(
-    tensors=table_of(_TENSORS),
-    memory={
-        # As `routing_places.hpp` has it, where one builder has filled all.
-        "routing_memory": Buffer(128, ["expert_counts padded_offsets row_token slot_row row_prob"]),
-        # 512: the alignment of a framework's allocator.
-        **{buffer: Buffer(512, chains) for buffer, chains in _MEMORY.items()},
-    },
+    tensors=table_of(ROUTED_TENSORS + _TENSORS),
+    memory=buffers_of(_MEMORY),
     bound=(
         *(name for weight in WEIGHTS for name in (weight, f"{weight}_scale")),
         *("b1", "b2", *FACTORS, *NUMBERS),
     ),
-    head=("routing_memory", *ROUTING, *SIZES),
+    head=HEAD,
 )
 
 _FORMATS = {
@@ -109,12 +98,11 @@ _FORMATS = {
     "operand": Format(RECIPE.w2, orientation=Orientation.COLUMNS),
 }
 _WORDS = {
+    **WORDS,
     "X": "x_codes|x_fp8 x_scale|x_fp8_scale",
     "DOUT": "dout_codes|dout_fp8 dout_scale|dout_fp8_scale",
-    "ROWS": "row_token padded_offsets",
     "UP_GATE": " ".join(GATES["up"]),
     "DGATED_GATE": " ".join(GATES["dgated"]),
-    "SMS": "multiprocessors stream",
 }
 
 # x, then z and y1, then y2, then out. Without `out` it ends at z, which a backward that saved none
@@ -178,41 +166,25 @@ low_rank when up_b_t
     narrow_both dz_fp8 dz_fp8_scale false up_b_t up_u none? ROWS parts? up_v d_up_b up_scale stream
 {_DGRAD}"""
 
-# left^T right, left in the destination of that name.
-_DW1 = """
-dw1
-    grouped_wgrad dz_t dz_t_scale x_t x_t_scale padded_offsets dw1 SMS
-"""
-_DW2 = """
-dw2
-    grouped_wgrad dout_t dout_t_scale y1s_t y1s_t_scale padded_offsets dw2 SMS
-"""
-
-# Tokens in expert order, transposed and quantised in blocks of that order.
-_OF_X = """
-    gather_transpose_requantize x_codes x_scale ROWS x_t x_t_scale stream when x_codes
-    show wgrad_x x_t x_t_scale operand
-"""
-_OF_DOUT = """
-    gather_transpose_requantize dout_codes dout_scale ROWS dout_t dout_t_scale stream when dout_codes
-    show wgrad_dout dout_t dout_t_scale operand
-"""
-# Where both operands come as values, one launch reads the routing once.
-_WGRAD = f"""
+# left^T right of the operands that there are, left in the destination of that name. Tokens come first,
+# in expert order, transposed and quantised in blocks of that order; where both come as values, one launch
+# reads the routing once. dw_scratch: of one product alone, for stage-wise memory.
+_WGRAD = """
 wgrad_operands
     gather_transpose_quantize_pair x dout ROWS x_t x_t_scale dout_t dout_t_scale stream when x dout
     gather_transpose_quantize x ROWS x_t x_t_scale stream when x dout_codes
+    gather_transpose_quantize x ROWS x_t x_t_scale stream when x dw_scratch
     gather_transpose_quantize dout ROWS dout_t dout_t_scale stream when dout x_codes
-{_OF_X}{_OF_DOUT}{_DW2}{_DW1}"""
-# One of the two, for stage-wise memory: the caller frees its operands before it asks for the other.
-_DW1_ALONE = f"""
-wgrad_operands
-    gather_transpose_quantize x ROWS x_t x_t_scale stream when x
-{_OF_X}{_DW1}"""
-_DW2_ALONE = f"""
-wgrad_operands
-    gather_transpose_quantize dout ROWS dout_t dout_t_scale stream when dout
-{_OF_DOUT}{_DW2}"""
+    gather_transpose_quantize dout ROWS dout_t dout_t_scale stream when dout dw_scratch
+    gather_transpose_requantize x_codes x_scale ROWS x_t x_t_scale stream when x_codes
+    gather_transpose_requantize dout_codes dout_scale ROWS dout_t dout_t_scale stream when dout_codes
+    show wgrad_x x_t x_t_scale operand
+    show wgrad_dout dout_t dout_t_scale operand
+dw2 when dw2
+    grouped_wgrad dout_t dout_t_scale y1s_t y1s_t_scale padded_offsets dw2 SMS
+dw1 when dw1
+    grouped_wgrad dz_t dz_t_scale x_t x_t_scale padded_offsets dw1 SMS
+"""
 
 # The gradients of first factors: sums over an expert's rows of v^T rows. y1s as dgated left it: codes,
 # or rows. A gradient that is None is not summed.
@@ -233,28 +205,29 @@ def _either(name: str, *others: str) -> Rule:
 
 _ONE_X = _either("x", "x_codes", "x_scale")
 _ONE_DOUT = _either("dout", "dout_codes", "dout_scale")
+_OF_DW1, _OF_DW2 = (
+    Rule(
+        f"{dw} with either {name}, or {name}_codes and {name}_scale; or none of them",
+        (f"{dw} {name}", f"{dw} {name}_codes {name}_scale", ""),
+    )
+    for dw, name in (("dw1", "x"), ("dw2", "dout"))
+)
 _ONE_Z = Rule("z and z_scale, or z_rows", ("z z_scale", "z_rows"))
 _OPERANDS = Rule(
     "dz and y1s, or dz_rows and y1s_rows, or y1s alone, or none of them",
     ("dz y1s", "dz_rows y1s_rows", "y1s", ""),
 )
 
-# Each pass has stages, buffers that its scratch lies in, and rules which arguments exclude others. A
-# part that several buffers have is cut from the first that a call gives.
 PASSES = {
     name: (stages_of(text, _WORDS, _FORMATS), buffers, rules)
     for name, text, buffers, *rules in (
         ("forward", _FORWARD, "scratch", _ONE_X, _ONE_Z._replace(allowed=(*_ONE_Z.allowed, ""))),
         ("dgated", _DGATED, "dout_scratch dz_scratch dz y1s", _ONE_DOUT, _ONE_Z, _OPERANDS),
         ("dgrad", _DGRAD, "dx_scratch dz_scratch"),
-        ("wgrad", _WGRAD, "dz y1s wgrad_scratch", _ONE_X, _ONE_DOUT),
-        ("dw1", _DW1_ALONE, "dz dw_scratch", _ONE_X),
-        ("dw2", _DW2_ALONE, "y1s dw_scratch", _ONE_DOUT),
+        ("wgrad", _WGRAD, "dz y1s wgrad_scratch dw_scratch", _OF_DW1, _OF_DW2),
         ("adapters", _ADAPTERS, "y1s", _ONE_X),
     )
 }
 # The passes that read weights.
 BINDS = "forward", "dgated", "dgrad"
-KERNELS = {
-    launch.kernel for stages, *_ in PASSES.values() for stage in stages for launch in stage.launches
-}
+KERNELS = kernels_of(PASSES)

@@ -11,6 +11,7 @@ from ..kernels.blackwell.mx_gemm import MxShape
 from ..kernels.blackwell.mx_gemm import all_kernels as mx_kernels
 from ..kernels.blackwell.quack_gemm import MlpShape, all_kernels, wgrad_kernels
 from ..kernels.cuda_wgrad import expert_rows_source, low_rank_source
+from ..kernels.host import program_source
 from ..kernels.sm90 import bf16_sources, engine_sources, gathers_first
 from ..kernels.triton.variants import ExpertShape, all_variants
 from .settings import EngineSettings, Workload
@@ -46,7 +47,8 @@ def bf16_jobs(workload: Workload | None, arch: str) -> tuple[CompileJob, ...]:
         )
         form = workload.dtype, rows_first, workload.separate, workload.low_rank
         beside = (low_rank_source(arch),) if workload.low_rank else ()
-        return expert_rows_source(arch), *beside, *bf16_sources(arch, activation, *form).values()
+        gemms = bf16_sources(arch, activation, *form).values()
+        return expert_rows_source(arch), program_source(arch), *beside, *gemms
     shape, again = _mlp_shape_of(workload, arch), workload.settings.recompute_z
     return expert_rows_source(arch), *all_kernels(shape, recompute_z=again)
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from ..interop import aligned, count_write, device_of, empty, plain_ops
+from ..interop import aligned, device_of, empty, plain_ops
+from ..layouts import WeightLayout
 from ..observe import is_heard, staged, tap
 from ..routing.combine import aggregate, scatter_to_slots
 from ..routing.metadata import RoutingMetadata
@@ -93,7 +94,7 @@ class Products(ABC):
     @property
     def splits_dz(self) -> bool:
         """The columns of dz are gates and then up values, else as the rows of a native w1."""
-        return self.weights.layout.split_half
+        return False
 
     def shown(self, name: str, operand: Any) -> Any:
         """`tap`, in the form that listeners know."""
@@ -114,10 +115,6 @@ class ProductsEngine(Engine):
     def _adapted(self, products: Products, settings: EngineSettings, projected: Any) -> Any:
         """The products of a layer that has adapters. `projected`: their part of `Saved`."""
         return products
-
-    def _may_write_dz_over_z(self, z: Tensor) -> bool:
-        """Whether dgated takes one memory for both."""
-        return False
 
     @abstractmethod
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
@@ -176,12 +173,11 @@ class ProductsEngine(Engine):
             # The caller's gradient may have another dtype than the tokens; the GEMMs take operands
             # of one.
             dout = plain_tokens(aligned(plain_tokens(dout).to(x.dtype)))
-            dz = self._memory_of_dz(saved, weights, x)
+            dz = empty_rows(routing, weights.n1, x)
             y1s = empty_rows(routing, weights.intermediate_size, x)
             # `pending` keeps x and dout alive until the weight gradients are added. It alone keeps
             # dz and y1s: what `settle` puts in their place frees them.
-            split_half = weights.layout.split_half
-            pending = PendingWgrad(settings, routing, x, dout, dz, y1s, split_half)
+            pending = PendingWgrad(settings, routing, x, dout, dz, y1s)
             del dz, y1s
             if weights.adapters is not None:
                 pending.adapters = partial(weights.adapters.cut, (None,) * 4)
@@ -209,12 +205,6 @@ class ProductsEngine(Engine):
                 saved.x = None
             return dx, dprobs, pending
 
-    def _memory_of_dz(self, saved: Saved, weights: EngineWeights, x: Tensor) -> Tensor:
-        z = saved.z
-        if saved.donated and isinstance(z, torch.Tensor) and self._may_write_dz_over_z(z):
-            return z
-        return empty_rows(saved.routing, weights.n1, x)
-
     def backward_dw(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """A GEMM for each projection that anybody wants the gradient of, and the bias sums; ConfigError
         with the reason of `problem_of` where it cannot add to these targets.
@@ -236,10 +226,7 @@ def _dgated(products: Products, saved: Saved, pending: PendingWgrad) -> tuple[Te
     # in a fixed order, because atomics would change the order, and the bits, from run to run.
     partials = staged("dgated", products.dgated, rows, z, dz, y1s)
     # Only now: where memory ran out above, the backward may be repeated.
-    if z is dz:
-        count_write(z)
-        pending.donated = pending.adapters is None  # whose gradients read dz afterwards
-    if saved.settings.frees_stagewise or z is dz:
+    if saved.settings.frees_stagewise:
         saved.z = None
     del z
     dprobs = products.dprobs(partials, dout)
@@ -258,18 +245,15 @@ def _restored_z(products: Products, saved: Saved, like: Tensor) -> Tensor:
 
 
 def shown_in_turns(name: str, halves: Tensor) -> Tensor:
-    """`tap` of z or dz whose columns are all gates and then all up values, in the order that
-    listeners know: gate and up in turns.
+    """`tap` of dz whose columns are all gates and then all up values, in the order that listeners
+    know: gate and up in turns.
     """
     if not is_heard():
         return halves
-    rows, inner = int(halves.shape[0]), int(halves.shape[1]) // 2
-    turns = halves.reshape([rows, 2, inner]).transpose(1, 2).reshape([rows, 2 * inner])
+    order = WeightLayout(split_half=True)
+    turns = order.native_b1(halves)
     shown = tap(name, turns)
-    if shown is turns:
-        return halves
-    back = shown.reshape([rows, inner, 2]).transpose(1, 2).contiguous()
-    return back.reshape([rows, 2 * inner])  # type: ignore[no-any-return]
+    return halves if shown is turns else order.user_b1(shown)
 
 
 def write_zeros(targets: GradientTargets) -> None:

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,10 +23,15 @@ from ..quant.recipes import BlockShape
 Tensor = torch.Tensor
 
 # In the order of `Element` of `fields.hpp`.
-ELEMENTS = "tokens", "codes", "bf16", "f32", "i32", "i64", "size", "value"
+ELEMENTS = "tokens", "codes", "bf16", "f32", "i32", "i64", "f16", "size", "value"
 BUFFER = "codes *"  # bytes from which parts are cut
 CONSTANTS = {"true": True, "false": False, "none": None}
-_DTYPES = {"codes": torch.uint8, "bf16": torch.bfloat16, "f32": torch.float32}
+_DTYPES = {
+    "codes": torch.uint8,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+}
 _AXIS = re.compile(r"(\d*)([A-Z*])(?:/(\d+))?(?:\+(\d+))?")
 
 
@@ -43,23 +48,40 @@ class Launch(NamedTuple):
     when: Sequence[str]
 
 
+class Form(Protocol):
+    """What listeners see of a matrix, which depends on what is beside it."""
+
+    def seen(self, values: Tensor, beside: Any) -> Any:
+        """What they see."""
+
+    def put(self, planted: Any, values: Tensor, beside: Any) -> None:
+        """Write what one of them has put in its place."""
+
+
 class Format(NamedTuple):
-    """How a matrix is quantised. block: of the logical matrix."""
+    """How a matrix is quantised, beside its scales. block: of the logical matrix."""
 
     block: BlockShape
     code: Code = Code.E4M3
     orientation: Orientation = Orientation.ROWS
 
+    def seen(self, values: Tensor, beside: Tensor) -> BlockScaledTensor:
+        return BlockScaledTensor.from_bytes(values, beside, *self)
+
+    def put(self, planted: BlockScaledTensor, values: Tensor, beside: Tensor) -> None:
+        values.copy_(planted.bytes)
+        beside.copy_(planted.scale_inv)
+
 
 class Shown(NamedTuple):
-    """A matrix that listeners see, and may replace: values, or codes with scales of a format. Each is
-    a choice of names as an operand; nothing is shown where none of them is there.
+    """A matrix that listeners see, and may replace: its values, or a form of them where something is
+    beside them. Each is a choice of names as an operand; nothing is shown where no values are there.
     """
 
     name: str
     values: str
-    scale: str = ""
-    format: Format | None = None
+    beside: str = ""
+    form: Form | None = None
 
 
 class Stage(NamedTuple):
@@ -70,11 +92,11 @@ class Stage(NamedTuple):
     shows: list[Shown]
 
 
-def stages_of(text: str, words: Mapping[str, str], formats: Mapping[str, Format]) -> list[Stage]:
+def stages_of(text: str, words: Mapping[str, str], forms: Mapping[str, Form]) -> list[Stage]:
     """The stages of a pass as a list in text has them. A line at the margin names a stage, and
 
         KERNEL OPERAND ... when NAME ...
-        show NAME VALUES SCALE FORMAT
+        show NAME VALUES BESIDE FORM
 
     below it are its launches and what it shows; what is indented further belongs to the line above.
     A `when` of a stage counts for all its launches.
@@ -82,7 +104,7 @@ def stages_of(text: str, words: Mapping[str, str], formats: Mapping[str, Format]
     Args:
         text: the list.
         words: what a word in it stands for.
-        formats: formats by the names that the list has for them.
+        forms: forms by the names that the list has for them.
     """
     stages, common = list[Stage](), list[str]()
     for line in re.sub(r"\n {8}", " ", text).splitlines():
@@ -94,12 +116,9 @@ def stages_of(text: str, words: Mapping[str, str], formats: Mapping[str, Format]
             stages.append(Stage(own[0], [], []))
             common = when.split()
         elif own[0] == "show":
-            _, name, values, *quantised = own
-            stages[-1].shows.append(
-                Shown(name, values, quantised[0], formats[quantised[1]])
-                if quantised
-                else Shown(name, values)
-            )
+            _, name, values, *rest = own
+            formed = (rest[0], forms[rest[1]]) if rest else ("", None)
+            stages[-1].shows.append(Shown(name, values, *formed))
         else:
             stages[-1].launches.append(Launch(own[0], own[1:], [*common, *when.split()]))
     return stages
@@ -311,20 +330,15 @@ def _matrix(buffer: Tensor, dtype: torch.dtype, begin: int, sizes: Sequence[int]
 
 
 def _show(shown: Shown, find: Callable[[str], Any]) -> None:
-    values, scale = find(shown.values), find(shown.scale)
+    values, beside = find(shown.values), find(shown.beside)
     if values is None:
         return
-    if scale is None or shown.format is None:
-        replaced = tap(shown.name, values)
-        # A listener may plant a fault: later launches read this memory.
-        if replaced is not values:
-            values.copy_(replaced)
-        return
-    quantised = BlockScaledTensor.from_bytes(values, scale, *shown.format)
-    planted = tap(shown.name, quantised)
-    if planted is not quantised:
-        values.copy_(planted.bytes)
-        scale.copy_(planted.scale_inv)
+    form = None if beside is None else shown.form
+    seen = values if form is None else form.seen(values, beside)
+    planted = tap(shown.name, seen)
+    # A listener may plant a fault: later launches read this memory.
+    if planted is not seen:
+        values.copy_(planted) if form is None else form.put(planted, values, beside)
 
 
 def _rule(rule: Rule, slots: _Slots) -> tuple[str, list[int], list[int]]:

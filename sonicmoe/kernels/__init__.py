@@ -19,13 +19,12 @@ _CUDA = Path(__file__).with_name("cuda")
 
 def routing_metadata_source(arch: str) -> CudaSource:
     """Exports `build_metadata`, `build_sorted`, `gather_or_zero`, `sum_or_zero`,
-    `scratch_bytes`, `max_experts`, `with_routing`. One artefact serves every model.
+    `scratch_bytes`, `max_experts`. One artefact serves every model.
     """
     known = ARCHITECTURES.get(arch)
     # Its tiles are as large as the shared memory of a block lets them be.
     defines = {"SHARED_KIB": known.shared_kib} if known is not None else {}
-    calls = _CUDA.with_name("host") / "routed_calls.cpp"
-    files = _CUDA / "routing_metadata.cu", _CUDA / "sorted_rows.cu", calls
+    files = _CUDA / "routing_metadata.cu", _CUDA / "sorted_rows.cu"
     return CudaSource.make("routing_metadata", *files, defines=defines, arch=arch)
 
 

@@ -17,7 +17,6 @@ from ..interop import IS_PADDLE, current_stream, device_name, device_of, empty, 
 from ..jit.decided import FALLBACK, NO_FALLBACK, Decided
 from ..kernels import aggregate_source, routing_metadata_source
 from ..log import log_once
-from .calls import RoutedCall
 from .metadata import NO_ROW, RoutingMetadata, round_up
 from .reference import exact_routing, exact_sorted_routing
 
@@ -74,16 +73,6 @@ class RoutingKernels(ABC):
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         """`out[i] = values[index[i]]`, 0 where there is no such value; int64, fp32, fp32."""
 
-    def sum_to_slots(self, routing: RoutingMetadata, parts: Tensor, out: Tensor) -> None:
-        """`out[t, k]` = the sum over p of `parts[p, slot_row[t, k]]`, 0 where the slot has no row."""
-        self.gather_or_zero(routing.slot_row, parts.sum(0), out)
-
-    def aggregate(
-        self, routing: RoutingMetadata, rows: Tensor, out: Tensor, weighted: bool
-    ) -> None:
-        """`aggregate_rows` of the rows of a routing."""
-        self.aggregate_rows(rows, routing.slot_row, routing.row_prob, out, weighted)
-
     @abstractmethod
     def aggregate_rows(
         self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool
@@ -105,9 +94,7 @@ class CudaKernels(RoutingKernels):
         metadata, aggregate = routing_metadata_source(arch).load(), aggregate_source(arch).load()
         self._build, self._gather = metadata.build_metadata, metadata.gather_or_zero
         self._build_sorted = metadata.build_sorted
-        self._aggregate, bind = aggregate.aggregate_rows, metadata.with_routing
-        self._sum_to_slots = RoutedCall(metadata.sum_or_zero, 0, "slot_row", bind)
-        self._aggregate_routed = RoutedCall(self._aggregate, 1, "slot_row row_prob", bind)
+        self._aggregate = aggregate.aggregate_rows
         self._forced_ctas, self._native = forced_ctas, metadata
         # Asking takes as long as a launch, and sizes come again.
         self._memory_of = functools.lru_cache(maxsize=1024)(self._ask_for_memory)
@@ -146,14 +133,6 @@ class CudaKernels(RoutingKernels):
 
     def gather_or_zero(self, index: Tensor, values: Tensor, out: Tensor) -> None:
         self._gather(index, values, out, current_stream(index))
-
-    def sum_to_slots(self, routing: RoutingMetadata, parts: Tensor, out: Tensor) -> None:
-        self._sum_to_slots(routing, parts, out, current_stream(parts))
-
-    def aggregate(
-        self, routing: RoutingMetadata, rows: Tensor, out: Tensor, weighted: bool
-    ) -> None:
-        self._aggregate_routed(routing, rows, out, weighted, current_stream(rows))
 
     def aggregate_rows(
         self, rows: Tensor, slot_row: Tensor, row_prob: Tensor, out: Tensor, weighted: bool

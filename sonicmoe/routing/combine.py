@@ -39,15 +39,6 @@ def scatter_to_slots(row_values: Tensor, routing: RoutingMetadata) -> Tensor:
     return out
 
 
-def sum_to_slots(row_parts: Tensor, routing: RoutingMetadata) -> Tensor:
-    """fp32 `[parts, R]` -> `[T, K]`: the sum over the parts of each slot's row, in their order, exactly
-    0 in invalid slots. One launch of the CUDA kernels.
-    """
-    out = empty((routing.num_tokens, routing.topk), torch.float32, device_of(row_parts))
-    kernels_for(row_parts).sum_to_slots(routing, row_parts, out)
-    return out
-
-
 def aggregate(
     rows: Tensor,
     routing: RoutingMetadata,
@@ -79,7 +70,7 @@ def aggregate(
         rows = rows.detach().contiguous()
     # Unwritten: the kernel writes every token, and zeros for those without rows.
     out = empty((routing.num_tokens, int(rows.shape[1])), dtype, device_of(rows))
-    kernels_for(rows).aggregate(routing, rows, out, weighted)
+    kernels_for(rows).aggregate_rows(rows, routing.slot_row, routing.row_prob, out, weighted)
     return out
 
 

@@ -14,7 +14,7 @@ from engine.host_kernels import KERNELS
 from framework import torch
 
 from sonicmoe import interop
-from sonicmoe.engine import hopper, hopper_layer, hopper_passes
+from sonicmoe.engine import hopper, hopper_layer, hopper_passes, routed_layer
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
@@ -59,7 +59,7 @@ def host_passes(native, monkeypatch):
             made.view(torch.uint8).fill_(0xFF)
         return made
 
-    for module in (hopper, hopper_layer, quant_format):
+    for module in (hopper, hopper_layer, routed_layer, quant_format):
         monkeypatch.setattr(module, "empty", poisoned)
 
 

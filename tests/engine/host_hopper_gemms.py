@@ -8,7 +8,16 @@ import ctypes
 import itertools
 
 import torch
-from engine.host_kernels import Destination, gather
+from engine.host_kernels import (
+    Destination,
+    aggregate_rows,
+    gather,
+    gradient_parts,
+    narrow_gradient,
+    narrow_rows,
+    prepare_factor,
+    sum_or_zero,
+)
 
 from sonicmoe.engine.activations import activate, activate_backward
 from sonicmoe.engine.gradient_places import WgradOutput
@@ -50,13 +59,30 @@ def joined(weight, second):
     return torch.cat([weight, second], 1)
 
 
+def held(argument):
+    """The host memory of a launch argument as a torch tensor, in its strides; others as they are."""
+    if not hasattr(argument, "data_ptr") or isinstance(argument, torch.Tensor):
+        return argument
+    dtype = getattr(torch, str(argument.dtype))
+    shape, strides = tuple(argument.shape), tuple(argument.strides)
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_uint8 * ((last + 1) * dtype.itemsize)).from_address(argument.data_ptr())
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+def launched(kernel):
+    """The kernel of a launch's arguments."""
+    return lambda *arguments: kernel(*map(held, arguments))
+
+
 class HopperGemms:
     """Stands for the loaded modules of one activation; notes what was called, on how many
     multiprocessors.
     """
 
     COLUMNS = 24  # of a tile of dgated, whose partial sums of dprobs are one
-    gather_rows = None  # only of experts wider than those of tests
 
     def __init__(self, activation, parameters=(), calls=None, lent=None):
         self.kind, self.gated = (activation, parameters), is_glu(activation)
@@ -65,10 +91,19 @@ class HopperGemms:
         self.calls = [] if calls is None else calls
         self.lent = set() if lent is None else lent
 
-    def note(self, call, multiprocessors, stream):
+    def kernels(self):
+        """By the names of their modules, with the others that the passes launch."""
+        own = "up", "grouped_gemm", "dgated"
+        beside = narrow_rows, narrow_gradient, aggregate_rows, sum_or_zero
+        return {name: launched(lambda *given, name=name: getattr(self, name)(*given)) for name in own} | {
+            kernel.__name__: kernel for kernel in (*beside, gradient_parts, prepare_factor)
+        }  # fmt: skip
+
+    def note(self, call, rows, multiprocessors, stream):
         assert stream == 0
-        self.calls.append(call)
-        self.lent.add(multiprocessors)
+        if len(rows):  # without any, the entry points launch nothing
+            self.calls.append(call)
+            self.lent.add(multiprocessors)
 
     def products(self, a, b, transposed, bias, padded_offsets, u=None, factor=None):
         """`(rows, fp32 sums)` of each expert that has rows: `a_e b_e^T + bias_e + u_e factor_e^T`."""
@@ -88,8 +123,8 @@ class HopperGemms:
         self, x, w1, w1_up, transposed, halves, b1, u, factor, row_token, padded_offsets, z, y1,
         first, second, multiprocessors, stream,
     ):  # fmt: skip
-        self.note("up" if None not in (z, y1) else "up_only" if z is None else "up_again",
-                  multiprocessors, stream)  # fmt: skip
+        name = "up" if None not in (z, y1) else "up_only" if z is None else "up_again"
+        self.note(name, row_token, multiprocessors, stream)
         assert (first, second) == self.gate
         a, halves = gather(x, row_token), halves and self.gated
         w1 = joined(w1, w1_up)
@@ -104,7 +139,7 @@ class HopperGemms:
         self, a, b, b_rest, transposed, bias, u, factor, padded_offsets, out, multiprocessors,
         stream,
     ):  # fmt: skip
-        self.note("grouped_gemm", multiprocessors, stream)
+        self.note("grouped_gemm", a, multiprocessors, stream)
         for own, sums in self.products(
             a, joined(b, b_rest), transposed, bias, padded_offsets, u, factor
         ):
@@ -114,7 +149,7 @@ class HopperGemms:
         self, dout, w2, transposed, halves, u, factor, z, row_prob, row_token, padded_offsets,
         dz, y1s, partials, first, second, multiprocessors, stream,
     ):  # fmt: skip
-        self.note("dgated", multiprocessors, stream)
+        self.note("dgated", row_token, multiprocessors, stream)
         assert (first, second) == self.gate
         a, halves = gather(dout, row_token), halves and self.gated
         # The matrices as dgrad reads them.
@@ -129,7 +164,7 @@ class HopperGemms:
         self, tokens, rows, tokens_first, row_token, padded_offsets, counts, destination,
         multiprocessors, stream,
     ):  # fmt: skip
-        self.note("wgrad_down" if tokens_first else "wgrad_up", multiprocessors, stream)
+        self.note("wgrad_down" if tokens_first else "wgrad_up", rows, multiprocessors, stream)
         (self.wgrad_down if tokens_first else self.wgrad_up)(
             gather(tokens, row_token).float(), rows.float(), padded_offsets, counts, destination
         )

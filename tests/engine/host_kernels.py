@@ -236,9 +236,9 @@ def grouped_gemm(
 
 
 def aggregate_rows(given, slot_row, row_prob, out, weighted, stream):
-    out = at(out, "bfloat16|float32", (slot_row.shape[0], given.shape[1]))
+    out = at(out, f"{HALF}|float32", (slot_row.shape[0], given.shape[1]))
     row_prob = at(row_prob, "float32", [given.shape[0]])
-    PLAIN.aggregate_rows(at(given, "bfloat16"), at(slot_row, "int64"), row_prob, out, weighted)
+    PLAIN.aggregate_rows(at(given, HALF), at(slot_row, "int64"), row_prob, out, weighted)
 
 
 def gather_dgated_gemm(

@@ -34,7 +34,7 @@ from kernels.needs import NVCC
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe.diagnostics.nonfinite import NonFiniteError
-from sonicmoe.engine import hopper, hopper_layer, hopper_passes
+from sonicmoe.engine import hopper, hopper_layer, hopper_passes, routed_layer
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType, ZCode
@@ -166,7 +166,7 @@ def test_a_step_is_three_native_calls_and_few_allocations(monkeypatch):
 
         return call
 
-    for module in (hopper, hopper_layer, quant_format):
+    for module in (hopper, hopper_layer, routed_layer, quant_format):
         monkeypatch.setattr(module, "empty", counting("allocations", module.empty))
     passes = hopper_layer.passes_on("cpu", ActivationType.SWIGLU, ZCode.ADAPTIVE, False)
     for name in ("forward", "dgated", "dgrad", "wgrad"):

@@ -134,7 +134,7 @@ WANTED = {
     "routing_metadata": Wanted(
         6,
         "build_metadata build_sorted metadata_places gather_or_zero sum_or_zero scratch_bytes "
-        "max_experts with_routing",
+        "max_experts",
         64,
     ),
     # 7 pairs of rows' and result's dtype x {3 vectors, 4 vectors, one element}

@@ -27,7 +27,8 @@ pytestmark = NVCC
 T, K, E, H, I, R = 70, 3, 5, 272, 448, 1152
 UP, DOWN = 24, 40  # columns of adapters
 DGATED_WITH_DX = "dgated and dgrad"
-PASSES = ("forward", "dgated", "dgrad", DGATED_WITH_DX, "wgrad", "dw1", "dw2", "adapters")
+DW1, DW2 = "wgrad of dw1", "wgrad of dw2"
+PASSES = ("forward", "dgated", "dgrad", DGATED_WITH_DX, "wgrad", DW1, DW2, "adapters")
 
 
 def blocks(n, size=128):
@@ -63,8 +64,9 @@ ALIKE_WEIGHTS = [("w1_scale", "w2_dgrad_scale"), ("w2_scale", "w1_dgrad_scale")]
 # The ranks of adapters may be any.
 ALIKE_WEIGHTS += [("up_a", "down_b_t"), ("down_b", "up_a_t")]
 ROUTING = {
-    "row_token": lambda: torch.zeros((R,), dtype=torch.int32),
+    "expert_counts": lambda: torch.zeros((E,), dtype=torch.int32),
     "padded_offsets": lambda: torch.zeros((E + 1,), dtype=torch.int64),
+    "row_token": lambda: torch.zeros((R,), dtype=torch.int32),
     "slot_row": lambda: torch.zeros((T, K), dtype=torch.int64),
     "row_prob": lambda: scales(R),
 }
@@ -146,6 +148,11 @@ def fields_of(passes, head, name):
             ),
             "dout_scratch": None,
         }
+    if name == "wgrad":
+        made["dw_scratch"] = None
+    elif name in (DW1, DW2):
+        other = ("dout", "y1s", "dw2") if name == DW1 else ("x", "dz", "dw1")
+        made |= dict.fromkeys((*other, "wgrad_scratch"))
     wanted = inspect.signature(pass_of(passes, name)).parameters
     return {field: value for field, value in (made | head).items() if field in wanted}
 
@@ -156,8 +163,9 @@ class Metadata:
     sizes, memory = (T, K, E, 128, R), None
     held = (torch.zeros(R),)
 
-    def __getattr__(self, name):
-        return ROUTING[name]()
+    @staticmethod
+    def tensors():
+        return tuple(make() for make in ROUTING.values())
 
 
 def pairs(fields):
@@ -188,7 +196,7 @@ def test_exchanged_tensors_of_a_routing_are_named(passes, head, one, other):
 ALIKE = {
     "forward": {("x", "out")}, "wgrad": {("x", "dout")},
     # scratch may be larger than needed
-    "dgated": set(), "dgrad": set(), DGATED_WITH_DX: {("dout", "dx")}, "dw1": set(), "dw2": set(), "adapters": set(),
+    "dgated": set(), "dgrad": set(), DGATED_WITH_DX: {("dout", "dx")}, DW1: set(), DW2: set(), "adapters": set(),
 }  # fmt: skip
 BOTH_WAYS = "up_u", "up_v", "down_u", "down_v"
 NARROW = {
@@ -268,8 +276,9 @@ def test_weights_of_another_layer_contradict_its_routing(passes, head):
         ("forward", "scratch", codes(100), "scratch has 100 bytes; needed: "),
         ("dgated", "dprobs", scales(T, K + 1), r"dprobs is .*; needed: float32 \[T, K\], and topk says K = 3"),
         ("dgated", "dz_scratch", codes(100), "dz_scratch has 100 bytes; needed: "),
-        ("wgrad", "dw2", None, "wgrad: dw2 is None; needed: a value"),
-        ("dw1", "dw1", None, "dw1: dw1 is None; needed: a value"),
+        ("wgrad", "y1s", None, r"wgrad: y1s is None; needed: uint8 \[any\]"),
+        (DW1, "x", None, "wgrad: needed: dw1 with either x, or x_codes and x_scale; or none of them"),
+        ("wgrad", "dw2", None, "wgrad: needed: dw2 with either dout, or dout_codes and dout_scale; or none"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )  # fmt: skip

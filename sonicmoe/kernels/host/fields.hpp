@@ -29,7 +29,7 @@ struct Axis {
 
 // kTokens: bf16, fp16 or fp32, but the same in all fields that are checked together. kCodes: 8
 // bits, as bytes. kSize: a number that says its letter. kValue: whatever a kernel takes.
-enum class Element { kTokens, kCodes, kBfloat, kFloat, kInt32, kInt64, kSize, kValue };
+enum class Element { kTokens, kCodes, kBfloat, kFloat, kInt32, kInt64, kHalf, kSize, kValue };
 
 // A division takes the host as long as the rest of an axis, and most axes have none.
 inline int64_t ceil_of(int64_t n, int64_t per) { return per == 1 ? n : (n + per - 1) / per; }
@@ -96,9 +96,9 @@ inline std::vector<Field> fields_of(const Array<Array<Any>>& told) {
 }
 
 inline DLDataType dtype_of(Element element) {
-  constexpr std::array<DLDataType, 6> kTypes = {{{kDLBfloat, 16, 1}, {kDLUInt, 8, 1},
-                                                 {kDLBfloat, 16, 1}, {kDLFloat, 32, 1},
-                                                 {kDLInt, 32, 1}, {kDLInt, 64, 1}}};
+  constexpr std::array<DLDataType, 7> kTypes = {
+      {{kDLBfloat, 16, 1}, {kDLUInt, 8, 1}, {kDLBfloat, 16, 1}, {kDLFloat, 32, 1},
+       {kDLInt, 32, 1}, {kDLInt, 64, 1}, {kDLFloat, 16, 1}}};
   return kTypes[static_cast<int>(element)];
 }
 
