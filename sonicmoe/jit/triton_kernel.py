@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,25 +97,15 @@ def _hash_called(function: JITCallable, seen: set[int]) -> None:
             _ = called.cache_key
 
 
-def stored_jit(
-    fn: Callable[..., Any] | None = None,
-    *,
-    do_not_specialize: Sequence[str | int] = (),
-    **options: Any,
-) -> Any:
-    """`triton.jit` for a kernel whose artefacts belong to the package's cache.
+def stored_jit(*, do_not_specialize: Sequence[str | int] = (), **options: Any) -> Any:
+    """`triton.jit` for a kernel whose artefacts belong to the package's cache; a decorator.
 
     Name every integer argument that counts tokens in `do_not_specialize`: Triton would compile
     again when its value becomes 1 or a multiple of 16. Under TRITON_INTERPRET=1 this is
     `triton.jit`.
     """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        if knobs.runtime.interpret:
-            return triton.jit(function, do_not_specialize=list(do_not_specialize), **options)
-        return StoredJITFunction(function, do_not_specialize=list(do_not_specialize), **options)
-
-    return decorate if fn is None else decorate(fn)
+    made = triton.jit if knobs.runtime.interpret else StoredJITFunction
+    return lambda kernel: made(kernel, do_not_specialize=list(do_not_specialize), **options)
 
 
 class TritonCompile:

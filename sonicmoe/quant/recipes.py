@@ -92,7 +92,6 @@ class Fp8Recipe:
     z: BlockShape = BlockShape(1, 128)
     scale_format: ScaleFormat = ScaleFormat.FP32
     rounds_rows: bool = False
-    note: str = ""
 
     @property
     def shares_weight_buffers(self) -> bool:
@@ -141,7 +140,6 @@ def row_recipe(size: int) -> Fp8Recipe:
         x=along_k, y1=along_k, dout=along_k, dz=along_k,
         w1=along_k, w2=along_k, w1_dgrad=along_tokens, w2_dgrad=along_tokens,
         wgrad_x=along_tokens, wgrad_dz=along_tokens, wgrad_dout=along_tokens, wgrad_y1s=along_tokens,
-        note=f"one scale per row and {size} of the contraction, for every operand and both weights",
     )  # fmt: skip
 
 
@@ -155,35 +153,31 @@ def iso_recipe(size: int) -> Fp8Recipe:
         x=along_k, y1=along_k, dout=along_k, dz=block,
         w1=block, w2=block, w1_dgrad=block, w2_dgrad=block,
         wgrad_x=block, wgrad_dz=block, wgrad_dout=block, wgrad_y1s=block,
-        note="x, dout and y1 per row; weights, dz and all wgrad operands in square blocks",
     )  # fmt: skip
 
 
 def wide_recipe(size: int) -> Fp8Recipe:
-    """`dx256` with one promotion every `size` of the contraction in both GEMMs that gather, too."""
+    """`dx256` with one promotion every `size` of the contraction in both GEMMs that gather, too: x and
+    dout per row and `size` of K, weights to match.
+    """
     w1, w2 = BlockShape(256, size), BlockShape(size, 128)
     return dataclasses.replace(
-        _DX256, name=f"wide{size}", x=rows(size), dout=rows(size), w1=w1, w1_dgrad=w1, w2=w2, w2_dgrad=w2,
-        note=f"dx256, but the up-projection and dgated promote every {size}: x and dout per row and {size} of K, weights to match",
+        _DX256, name=f"wide{size}", x=rows(size), dout=rows(size), w1=w1, w1_dgrad=w1, w2=w2, w2_dgrad=w2
     )  # fmt: skip
 
 
-# arXiv:2412.19437, section 3.3.2.
+# arXiv:2412.19437, section 3.3.2: 1x128, but weights in 128x128 blocks.
 DEEPSEEK_V3 = dataclasses.replace(
-    row_recipe(128), name="deepseek-v3", w1=iso(128), w2=iso(128), w1_dgrad=iso(128), w2_dgrad=iso(128),
-    note="one scale per row and 128 of the contraction for activations and gradients; weights in 128x128 blocks",
+    row_recipe(128), name="deepseek-v3", w1=iso(128), w2=iso(128), w1_dgrad=iso(128), w2_dgrad=iso(128)
 )  # fmt: skip
-# The blocks of MXFP8, which has one power-of-two scale per 32 of the contraction.
-_ISO32 = dataclasses.replace(
-    iso_recipe(32), x=iso(32), dout=iso(32), rounds_rows=True,
-    note="32x32 blocks, x and dout in expert order, but y1 per row and 32: MXFP8 whose codes serve both orientations",
-)  # fmt: skip
+# MXFP8, which has one power-of-two scale per 32 of the contraction, with codes that serve both
+# orientations: x and dout in expert order, y1 per row.
+_ISO32 = dataclasses.replace(iso_recipe(32), x=iso(32), dout=iso(32), rounds_rows=True)
 # dz [tokens, N1] contracts over N1 in the dx GEMM, and w1 [N1, H] over its rows, so the 256 lies
 # along different axes of the two.
 _WIDE = BlockShape(128, 256)
 _DX256 = dataclasses.replace(
-    iso_recipe(128), name="dx256", dz=_WIDE, wgrad_dz=_WIDE, w1=_WIDE.transposed, w1_dgrad=_WIDE.transposed,
-    note="iso128, but dz in 128x256 and w1 in 256x128 blocks: the dx GEMM promotes every 256",
+    iso_recipe(128), name="dx256", dz=_WIDE, wgrad_dz=_WIDE, w1=_WIDE.transposed, w1_dgrad=_WIDE.transposed
 )  # fmt: skip
 BASE_RECIPES: tuple[Fp8Recipe, ...] = (
     DEEPSEEK_V3,

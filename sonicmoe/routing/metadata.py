@@ -46,8 +46,6 @@ class RoutingMetadata:
         held: the tensors that there are without a view: the memory, or all five.
         memory: bytes that hold all five tensors, where one builder has filled them, else None. Then
             each tensor is a view that is made when somebody asks for it.
-
-    Stages of a pass read these tensors. `row_slot` is computed from them when somebody asks.
     """
 
     num_tokens: int
@@ -106,18 +104,6 @@ class RoutingMetadata:
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors in `TENSOR_FIELDS` order."""
         return _TENSORS(self)
-
-    @property
-    def row_slot(self) -> Tensor:
-        """int64 `[R]`, flat slot (token * K + k) each row serves; -1 in padding rows."""
-        device, slots = self.slot_row.device, self.num_tokens * self.topk
-        # Slots without a row go to one more row behind the last: no size depends on the values.
-        found = torch.full((self.num_rows + 1,), NO_ROW, dtype=torch.int64, device=device)
-        if slots:
-            row = self.slot_row.reshape([slots])
-            row = torch.where(row >= 0, row, torch.full_like(row, self.num_rows))
-            found[row] = torch.arange(slots, dtype=torch.int64, device=device)
-        return found[: self.num_rows]
 
     def counts_on_host(self) -> tuple[int, ...]:
         """`expert_counts` as Python ints; waits for the device only when the builder did not know

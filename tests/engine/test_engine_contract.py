@@ -38,7 +38,7 @@ class TestPoison:
         """
         setup = set_up(make_problem(bias=True), settings)
         pending = setup.pending()
-        padding = numpy(setup.routing.row_slot) < 0
+        padding = numpy(setup.routing.row_token) < 0
         assert padding.any()
         for rows in (pending.dz, pending.y1s):
             assert not numpy(rows)[padding].any()

@@ -52,7 +52,7 @@ def counts_too_small() -> int:
         assert routing.num_rows == 256
         assert int(routing.slot_row.max()) == 255
         assert int((routing.slot_row < 0).sum()) == 44
-        assert torch.equal(routing.row_slot, torch.arange(256))
+        assert torch.equal(routing.row_token, torch.arange(256, dtype=torch.int32))
     return 1
 
 

@@ -143,8 +143,8 @@ def check_slot_values(kernels, routing, label=""):
     slots = torch.randn(routing.slot_row.numel(), generator=generator)
     rows = torch.randn(routing.num_rows, generator=generator)
     slots, rows = (values.to(routing.slot_row.device) for values in (slots, rows))
-    rows[routing.row_slot < 0] = float("nan")
-    for values, index in ((slots, routing.row_slot), (rows, routing.slot_row)):
+    rows[routing.row_token < 0] = float("nan")
+    for values, index in ((slots, routing.row_token.long()), (rows, routing.slot_row)):
         moved = moved_by(kernels, values, index)
         assert torch.equal(moved, moved_by(PLAIN, values, index)), label
         assert bool((moved[index < 0] == 0).all()), label
@@ -155,7 +155,7 @@ def check_sums(kernels, routing, width, dtype, weighted, out=None):
     generator = torch.Generator(routing.slot_row.device).manual_seed(9)
     shape, device = (routing.num_rows, width), routing.slot_row.device
     rows = torch.randn(shape, generator=generator, device=device).to(dtype)
-    rows[routing.row_slot < 0] = float("nan")
+    rows[routing.row_token < 0] = float("nan")
     options = {"weighted": weighted, "dtype": out or dtype}
     ours, wanted = (summed_by(each, rows, routing, **options) for each in (kernels, PLAIN))
     assert torch.equal(ours, wanted), (width, dtype, weighted, out)

@@ -30,9 +30,9 @@ def test_blocks_transpose_and_compare():
 
 
 @every_recipe
-def test_every_recipe_has_a_name_a_note_and_both_scale_formats(recipe):
+def test_every_recipe_has_a_name_and_both_scale_formats(recipe):
     assert tuple(RECIPES) == RECIPE_NAMES and len(BLOCK_FIELDS) == 13
-    assert RECIPES[recipe.name] is recipe and recipe.note
+    assert RECIPES[recipe.name] is recipe
     assert recipe.name.endswith("-pow2") == (recipe.scale_format is ScaleFormat.POW2)
     for scale_format in ScaleFormat:
         twin = recipe.with_scales(scale_format)

@@ -11,7 +11,7 @@ def naive_routing(indices, probs, num_experts, alignment):
     """Every field of `RoutingMetadata` as plain Python numbers and lists."""
     num_tokens, topk = indices.shape
     counts, padded = [], []
-    row_token, row_slot, row_prob = [], [], []
+    row_token, row_prob = [], []
     slot_row = [[-1] * topk for _ in range(num_tokens)]
     for expert in range(num_experts):
         count = 0
@@ -20,13 +20,11 @@ def naive_routing(indices, probs, num_experts, alignment):
                 if int(indices[token, slot]) == expert:
                     slot_row[token][slot] = len(row_token)
                     row_token.append(token)
-                    row_slot.append(token * topk + slot)
                     row_prob.append(float(np.float32(probs[token, slot])))
                     count += 1
         counts.append(count)
         while len(row_token) % alignment:
             row_token.append(-1)
-            row_slot.append(-1)
             row_prob.append(0.0)
         padded.append(len(row_token) - sum(padded))
     return {
@@ -39,7 +37,6 @@ def naive_routing(indices, probs, num_experts, alignment):
         "expert_counts": counts,
         "padded_offsets": [sum(padded[:e]) for e in range(num_experts + 1)],
         "row_token": row_token,
-        "row_slot": row_slot,
         "slot_row": slot_row,
         "row_prob": row_prob,
     }

@@ -18,7 +18,6 @@ DTYPES = {
     "expert_counts": torch.int32,
     "padded_offsets": torch.int64,
     "row_token": torch.int32,
-    "row_slot": torch.int64,
     "slot_row": torch.int64,
     "row_prob": torch.float32,
 }
