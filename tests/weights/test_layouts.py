@@ -29,69 +29,32 @@ def tensor_of(array, dtype="float32"):
     return tensor(array, torch.float32).to(getattr(torch, dtype))
 
 
-def interleaved(rows):
-    """Row 2i is gate i, row 2i + 1 is up i."""
-    n = rows.shape[-2]
-    result = np.empty_like(rows)
-    for i in range(n // 2):
-        result[..., 2 * i, :] = rows[..., i, :]
-        result[..., 2 * i + 1, :] = rows[..., n // 2 + i, :]
-    return result
-
-
 @EXAMPLES
-@given(leads, sizes, sizes, st.sampled_from(DTYPES))
-def test_interleave(lead, half, hidden, dtype):
-    rows = numbered((*lead, 2 * half, hidden))
-    native = layouts.interleave_gate_up(tensor_of(rows, dtype))
-    np.testing.assert_array_equal(numpy(native), interleaved(rows))
-    np.testing.assert_array_equal(numpy(layouts.deinterleave_gate_up(native)), rows)
-    assert str(native.dtype).endswith(dtype)
-
-
-@EXAMPLES
-@given(leads, sizes, sizes, st.booleans())
-def test_w1(lead, hidden, intermediate, gated):
+@given(leads, sizes, sizes, st.booleans(), st.booleans(), st.sampled_from(DTYPES))
+def test_native_rows_by_their_index(lead, hidden, inner, gated, transposed, dtype):
     """native[.., 2i, h] = user[.., h, i] (gate), native[.., 2i + 1, h] = user[.., h, I + i] (up)."""
-    user = numbered((*lead, hidden, intermediate * (2 if gated else 1)))
-    native = WeightLayout(True, gated).native_w1(tensor_of(user))
-    got = numpy(native)
-    for h in range(hidden):
-        for i in range(intermediate):
-            if gated:
-                np.testing.assert_array_equal(got[..., 2 * i, h], user[..., h, i])
-                np.testing.assert_array_equal(
-                    got[..., 2 * i + 1, h], user[..., h, intermediate + i]
-                )
-            else:
-                np.testing.assert_array_equal(got[..., i, h], user[..., h, i])
-    assert native.is_contiguous()
-    np.testing.assert_array_equal(numpy(WeightLayout(True, gated).user_w1(native)), user)
+    layout, width = WeightLayout(transposed, gated), inner * (1 + gated)
+    order = [n // 2 + inner * (n % 2) for n in range(width)] if gated else range(width)
+    rows = numbered((*lead, width, hidden))
+    up, down, bias = rows[..., order, :], numbered((*lead, hidden, inner)), rows[..., 0]
 
+    def lying(array):
+        return tensor_of(np.swapaxes(array, -1, -2) if transposed else array, dtype)
 
-@EXAMPLES
-@given(leads, sizes, sizes)
-def test_w2(lead, intermediate, hidden):
-    user = numbered((*lead, intermediate, hidden))
-    native = WeightLayout(True).native_w2(tensor_of(user))
-    got = numpy(native)
-    for i in range(intermediate):
-        for h in range(hidden):
-            np.testing.assert_array_equal(got[..., h, i], user[..., i, h])
-    assert native.is_contiguous()
-    np.testing.assert_array_equal(numpy(WeightLayout(True).user_w2(native)), user)
-
-
-@EXAMPLES
-@given(leads, sizes)
-def test_bias(lead, half):
-    split = numbered((*lead, 2 * half))
-    halves = WeightLayout(split_half=True)
-    native = halves.native_b1(tensor_of(split))
-    for i in range(half):
-        np.testing.assert_array_equal(numpy(native)[..., 2 * i], split[..., i])
-        np.testing.assert_array_equal(numpy(native)[..., 2 * i + 1], split[..., half + i])
-    np.testing.assert_array_equal(numpy(halves.user_b1(native)), split)
+    for user, to_native, back, wanted in (
+        (lying(rows), layout.native_w1, layout.user_w1, up),
+        (lying(down), layout.native_w2, layout.user_w2, down),
+        (tensor_of(bias, dtype), layout.native_b1, layout.user_b1, bias[..., order]),
+    ):
+        native = to_native(user)
+        np.testing.assert_array_equal(numpy(native), wanted)
+        np.testing.assert_array_equal(numpy(back(native)), numpy(user))
+        assert str(native.dtype).endswith(dtype)
+        assert native.is_contiguous() or not transposed
+    if gated:
+        native = layouts.interleave_gate_up(tensor_of(rows))
+        np.testing.assert_array_equal(numpy(native), up)
+        np.testing.assert_array_equal(numpy(layouts.deinterleave_gate_up(native)), rows)
 
 
 @pytest.mark.parametrize("half", [1, 2, 5])
