@@ -22,7 +22,6 @@ from node.node_harness import (
     Layer,
     gradients_of,
     recomputed,
-    want_gradient,
 )
 from pairwise import pairwise
 from weights.freed_memory import free
@@ -171,27 +170,6 @@ class TestParameters:
             layer.run(problem.but(indices=ids))
         layer.node.step()
         assert layer.error(times=1 + goes_on) < 1e-5
-
-    @every_flush
-    @pytest.mark.parametrize("value", [0.0, "absent"])
-    @pytest.mark.parametrize("when", ["in the forward", "after it"])
-    def test_frozen(self, flush, value, when):
-        """It was no part of the graph, or is none in the backward: it is not added to."""
-        layer = made(flush, value)
-        if when == "after it":
-            call = layer.call()
-        want_gradient(layer.weights[0], False)
-        if when == "in the forward":
-            call = layer.call()
-            want_gradient(layer.weights[0], True)
-        call.backward()
-        want_gradient(layer.weights[0], True)
-        layer.node.step()
-        attribute = "grad" if value == "absent" else "main_grad"
-        first, *others = (getattr(weight, attribute) for weight in layer.weights[:4])
-        assert first is None or not numpy(first).any()
-        wanted = golden(layer.problem).dw1[1:]
-        assert relative_rmse(np.stack([numpy(other) for other in others]), wanted) < 1e-5
 
     @only_torch
     @every_flush

@@ -65,6 +65,14 @@ class TestInference:
 
 
 class TestCaches:
+    def test_flush_grads_between_micro_batches_keeps_them(self, prepared, weights_on_a_gpu):
+        layer = Layer(main_grad=0.0)
+        layer.node.step()
+        for _ in range(3):
+            layer.run()
+            layer.node.flush_grads()
+        assert len(prepared) == 1
+
     def test_prequantize_is_the_forwards_cache(self, prepared, weights_on_a_gpu):
         layer = Layer(config=FP8)
         layer.node.step()

@@ -14,12 +14,8 @@ from node.node_harness import (
     assert_equal,
     no_room,
     problems,
-    recomputed,
-    want_gradient,
 )
-from pairwise import pairwise
 
-from sonicmoe.enums import FlushMode
 from sonicmoe.layer import questions
 
 each_flush = pytest.mark.parametrize("flush", FLUSHES)
@@ -131,20 +127,6 @@ class TestWhileGradientsWait:
         layer.step()
         assert layer.error(attribute="grad") < 1e-5
 
-    @pytest.mark.parametrize("value", [0.0, None, "absent"])
-    @pytest.mark.parametrize("other", ["auto", "step"])
-    def test_another_nodes_addition_to_a_shared_weight_is_ours(self, said, value, other):
-        layer = Layer(flush="step", main_grad=value)
-        attribute = "grad" if value == "absent" else "main_grad"
-        second = layer.another_node(flush=other)
-        for _ in range(2):
-            call = layer.run()
-            second(*call.arguments).backward(call.dout)
-        for node in (layer.node, second):
-            node.step()
-        assert layer.error(times=4, attribute=attribute) < 1e-5
-        assert said() == []
-
     def test_a_replaced_parameter_does_not_get_the_old_ones_gradient(self):
         layer = Layer(flush="step", main_grad=0.0)
         call = layer.call()
@@ -168,85 +150,8 @@ def optimizer_of(weights):
     return torch.optim.SGD(weights, lr=1e-3)
 
 
-def update(layer):
-    """What an optimizer of `main_grad` does."""
-    with torch.no_grad():
-        for weight in layer.weights:
-            weight.copy_(weight.detach() - 1e-7 * weight.main_grad)
-
-
-def several_micro_batches(layer, step, clear):
-    layer.step(None, None, None)
-    assert layer.error(times=3) < 1e-4
-    scale(layer)
-    update(layer)
-
-
-def scaled_between(layer, step, clear):
-    layer.run()
-    layer.node.flush_grads()
-    scale(layer)
-    layer.step()
-    for _ in range(3):  # steps without a backward
-        layer.node.step()
-    assert layer.error(times=1.5) < 1e-5
-
-
-def skipped_batch(layer, step, clear):
-    """Nothing of it comes back."""
-    bad = problems(2)[1]
-    layer.run(bad.but(dout=np.full_like(bad.dout, np.nan)))
-    if layer.node.flush_mode is FlushMode.STEP:
-        layer.node.discard_grads()
-    clear(layer)
-    layer.step()
-    assert layer.error() < 1e-5
-
-
-def frozen_by_turns(layer, step, clear):
-    for index, weight in enumerate(layer.weights):
-        want_gradient(weight, index % 2 == step % 2)
-    layer.step()
-
-
-def recompute(layer, step, clear):
-    for _ in range(2):
-        call = layer.call()
-        call.out = recomputed(layer.node, *call.arguments, use_reentrant=IS_PADDLE)
-        call.backward()
-    layer.node.step()
-    assert layer.error(times=2) < 1e-5
-
-
-def pipeline(layer, step, clear):
-    """Four forwards ahead of the backwards, 24 micro-batches a step."""
-    ahead = [layer.call() for _ in range(4)]
-    for _ in range(20):
-        ahead.pop(0).backward()
-        ahead.append(layer.call())
-    for call in ahead:
-        call.backward()
-    layer.node.step()
-    assert layer.error(times=24) < 1e-5
-
-
-LOOPS = (several_micro_batches, scaled_between, skipped_batch, frozen_by_turns, recompute, pipeline)
-
-
 class TestCorrectLoops:
     """None of them reads a word, over three optimizer steps."""
-
-    @pytest.mark.parametrize(
-        ("loop", "flush", "clear"),
-        pairwise(LOOPS, FLUSHES, CLEARINGS),
-        ids=lambda value: getattr(value, "__name__", value),
-    )
-    def test_no_word(self, said, loop, flush, clear):
-        layer = Layer(problems(1)[0], flush=flush, main_grad=0.0)
-        for step in range(3):
-            loop(layer, step, clear)
-            clear(layer)
-        assert said() == []
 
     @each_flush
     def test_two_optimizers(self, said, flush):
@@ -326,13 +231,3 @@ def test_a_backward_that_fails_half_way_leaves_nothing_unseen(way):
         each.step()
     assert_equal(layer.gradients(), wanted.gradients())
     layer.node.release_grads()
-
-
-def test_discarded_gradients_never_arrive(said):
-    layer = Layer(flush="step", main_grad=0.0)
-    for _ in range(2):
-        layer.run()
-    layer.node.discard_grads()
-    scale(layer)
-    layer.node.step()
-    assert not layer.has_gradients() and said() == []

@@ -10,7 +10,6 @@ from engine.moe_golden import assert_same_bits, make_problem
 from framework import IS_PADDLE, torch
 from node.node_harness import (
     ARRANGEMENTS,
-    FLUSHES,
     FP8,
     FULL,
     Layer,
@@ -107,21 +106,6 @@ class TestGraphsRunTwice:
         single.step()
         for twice, once in zip(layer.gradients(), single.gradients(), strict=True):
             np.testing.assert_allclose(twice, 2 * once, rtol=1e-6)
-
-    @pytest.mark.parametrize("flush", FLUSHES)
-    def test_backward_to_other_inputs_only_adds_nothing(self, flush):
-        """Penalties on the gradient of the tokens, saliency: what follows is the gradient of the
-        real backwards alone.
-        """
-        wanted, layer = (Layer(flush=flush, main_grad=0.0) for _ in range(2))
-        call = layer.call()
-        call.out.backward(call.dout, inputs=[call.x], retain_graph=True)
-        torch.autograd.grad(call.out, [call.probs], call.dout, retain_graph=True)
-        call.backward()
-        layer.node.step()
-        expected = wanted.step()
-        assert_equal(layer.gradients(), wanted.gradients())
-        assert np.array_equal(call.dprobs, expected.dprobs)
 
 
 class TestMemory:

@@ -12,54 +12,19 @@ import pytest
 from engine.moe_golden import golden, make_problem
 from framework import numpy, relative_rmse, tensor, torch
 from node.node_harness import (
-    ARRANGEMENTS,
-    FLUSHES,
     FULL,
     Layer,
-    gradients_of,
     no_room,
-    problems,
-    want_gradient,
 )
-from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.engine.interface import GradientMode
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import ConfigError
 from sonicmoe.gradients import sink
 
 NAN = float("nan")
 OVERWRITE = SonicMoEConfig(engine="reference", first_backward="overwrite")
-# Who leaves the gradients in `main_grad`: an engine that adds there, one that writes there, or a
-# flush of a native buffer.
 ENGINES = ("adds", "writes", "elsewhere")
 each_engine = pytest.mark.parametrize("which", ENGINES)
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    """Make the reference engine one of `ENGINES`; what it returns lists the targets that were
-    written.
-    """
-    adds, written = ReferenceEngine.backward_dw, []
-
-    def writes(self, pending, targets):
-        if targets.mode is GradientMode.FRESH:
-            written.append(targets)
-            for tensor in targets.tensors():
-                tensor.zero_()
-        adds(self, pending, targets)
-
-    def choose(which):
-        if which == "elsewhere":
-            monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "the moon is full")
-        if which == "writes":
-            monkeypatch.setattr(ReferenceEngine, "writes_gradients", lambda *_: True)
-            monkeypatch.setattr(ReferenceEngine, "backward_dw", writes)
-        return written
-
-    return choose
 
 
 def flag(weights, value=True):
@@ -67,31 +32,8 @@ def flag(weights, value=True):
         weight.overwrite_main_grad = value
 
 
-def up_error(layer, *batches):
-    """Of each expert's up-projection, how far its gradient is from the sum over these batches."""
-    wanted = sum(golden(problem).dw1 for problem in batches)
-    return [relative_rmse(*pair) for pair in zip(layer.gradients()[0], wanted, strict=True)]
-
-
 class TestFlag:
     """`overwrite_main_grad` is read at every backward, and rules alone."""
-
-    @pytest.mark.parametrize(("which", "arrangement"), pairwise(ENGINES, ARRANGEMENTS))
-    def test_each_backward_writes_while_it_is_true(self, engine, which, arrangement):
-        written, (first, second, third) = engine(which), problems(3)
-        layer = Layer(first, arrangement=arrangement, main_grad=NAN)
-        held = [weight.main_grad for weight in layer.weights]
-        flag(layer.weights)
-        layer.run(first)
-        assert layer.error(first) < 1e-5
-        layer.run(second)
-        assert layer.error(second) < 1e-5
-        flag(layer.weights, False)
-        layer.step(third)
-        assert layer.error(second, third) < 1e-5
-        assert len(written) == (2 if which == "writes" else 0)
-        for weight, memory in zip(layer.weights, held, strict=True):
-            assert weight.main_grad is memory and weight.overwrite_main_grad is False
 
     @pytest.mark.parametrize("value", [NAN, None], ids=["flagged", "made"])
     @pytest.mark.parametrize("which", ["adds", "elsewhere"])
@@ -112,23 +54,6 @@ class TestFlag:
             wanted, got = golden(problem).dw1, numpy(layer.weights[0].main_grad)
             times = 1 if value is NAN else backwards
             assert relative_rmse(got, times * (wanted[0] + wanted[1])) < 1e-5
-
-    @each_engine
-    def test_frozen_weights_and_those_without_main_grad(self, engine, which):
-        engine(which)
-        layer = Layer(main_grad=NAN)
-        flag(layer.weights)
-        want_gradient(layer.weights[0], False)
-        del layer.weights[2].main_grad
-        layer.run()
-        wanted = golden(layer.problem).dw1
-        assert np.isnan(numpy(layer.weights[0].main_grad)).all()
-        for weight, attribute, want in (
-            (layer.weights[1], "main_grad", wanted[1]),
-            (layer.weights[2], "grad", wanted[2]),
-            (layer.weights[3], "main_grad", wanted[3]),
-        ):
-            assert relative_rmse(numpy(getattr(weight, attribute)), want) < 1e-5
 
     @each_engine
     @pytest.mark.parametrize("tokens", ["none", "none of them here"])
@@ -202,53 +127,6 @@ def holds(weight, value):
 class TestFirstBackward:
     """`first_backward="overwrite"`: nobody clears `main_grad` in these loops."""
 
-    @pytest.mark.parametrize(("which", "arrangement"), pairwise(ENGINES, ARRANGEMENTS))
-    def test_the_first_writes_and_the_others_add(self, engine, which, arrangement):
-        written, batches = engine(which), problems(3)
-        layer = written_first(batches[0], arrangement=arrangement)
-        held = [weight.main_grad for weight in layer.weights]
-        for step in range(3):
-            layer.step(*batches)
-            assert layer.error(*batches) < 1e-5
-            assert len(written) == (step + 1 if which == "writes" else 0)
-        assert all(w.main_grad is m for w, m in zip(layer.weights, held, strict=True))
-
-    @pytest.mark.parametrize(
-        ("which", "options"),
-        [
-            *((which, {"config": OVERWRITE, "main_grad": NAN}) for which in ENGINES),
-            *(("adds", {"flush": flush, "main_grad": 0.0}) for flush in FLUSHES),
-        ],
-        ids=str,
-    )
-    def test_each_gradient_has_its_own_first_backward(self, engine, which, options):
-        """Expert 0 trains in the first micro-batch only, expert 1 in the second only; also where
-        backwards add, to memory that is cleared for every step.
-        """
-        engine(which)
-        first, second = problems(2)
-        layer = Layer(first, **options)
-        for step in range(2):
-            if "config" not in options:
-                layer.zero_main_grad()
-            for batch, frozen in ((first, 1), (second, 0)):
-                want_gradient(layer.weights[frozen], False)
-                layer.run(batch)
-                want_gradient(layer.weights[frozen], True)
-            layer.node.step()
-            one, two = golden(first).dw1, golden(second).dw1
-            wanted = [one[0], two[1], *(one + two)[2:]]
-            for got, want in zip(layer.gradients()[0], wanted, strict=True):
-                assert relative_rmse(got, want) < 1e-5, step
-
-    def test_a_skipped_batch_leaves_nothing(self):
-        good, bad = problems(2)
-        layer = written_first(good)
-        layer.run(bad.but(dout=np.full_like(bad.dout, np.nan)))
-        layer.node.discard_grads()
-        layer.step(good)
-        assert layer.error(good) < 1e-5
-
     def test_a_backward_that_failed_half_way(self):
         layer = written_first()
         with no_room(half_way=True):
@@ -271,36 +149,6 @@ class TestFirstBackward:
         layer.step()
         assert layer.error(times=2) < 1e-5
         assert relative_rmse(numpy(weights[0].main_grad), golden(layer.problem).dw1[0]) < 1e-5
-
-
-class TestStepZeroes:
-    """What no backward since the last step has written, if one came."""
-
-    def test_frozen_weights(self):
-        layer = written_first()
-        frozen = layer.weights[1]
-        want_gradient(frozen, False)
-        layer.run()
-        assert np.isnan(numpy(frozen.main_grad)).all()
-        layer.node.step()
-        assert holds(frozen, 0.0) and up_error(layer, layer.problem)[0] < 1e-5
-        layer.set_main_grad(3.0)
-        for _ in range(2):  # idempotent, and steps without a backward
-            layer.node.step()
-        assert all(holds(weight, 3.0) for weight in layer.weights)
-
-    def test_after_a_backward_to_the_tokens_alone(self):
-        layer = written_first()
-        call = layer.call()
-        gradients_of(call, [call.x])
-        layer.node.step()
-        assert all(holds(weight, 0.0) for weight in layer.weights)
-
-    def test_never_in_the_adding_way(self):
-        layer = Layer(main_grad=3.0)
-        want_gradient(layer.weights[1], False)
-        layer.step()
-        assert holds(layer.weights[1], 3.0)
 
 
 class TestRefused:
