@@ -153,7 +153,9 @@ class Loop:
         for node in self.nodes:
             node.discard_grads()
         self.written.clear()
-        if not self.nodes[self.layer.node]:  # memory was made
+        if self.first:  # nobody clears
+            self.run()
+        elif not self.nodes[self.layer.node]:  # memory was made
             self.held = [np.zeros(tuple(weight.shape)) for weight in self.weights]
             self.cleared()
 
