@@ -77,25 +77,24 @@ class FleetExpert(Experts):
         return call
 
     # The callback and the optimizer.
-    def step_begin(self, frees=True, has_master=True):
+    def step_begin(self, has_master=True):
         self.quant_weight()
         if not has_master:
             self.to_layout("grouped")
-        if frees:
-            free(*self.weights)
+        free(*self.weights)
 
     def optimizer_begin(self):
         self.clear_fp8_weights()
         self.to_layout("grouped")
 
-    def optimizer_step(self, lr=0.5):
+    def optimizer_step(self):
         """SGD on fp32 masters, which writes the parameters through new memory if they were freed."""
         for index, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
             gradient = numpy(weight.main_grad)
             if tuple(gradient.shape) != tuple(master.shape):
                 gradient = to_grouped(index, gradient)
-            master.subtract_(tensor(gradient * lr, torch.float32)) if IS_PADDLE else master.sub_(
-                tensor(gradient * lr, torch.float32)
+            master.subtract_(tensor(0.5 * gradient, torch.float32)) if IS_PADDLE else master.sub_(
+                tensor(0.5 * gradient, torch.float32)
             )
             value = master.to(weight.dtype)
             if holds_memory(weight):

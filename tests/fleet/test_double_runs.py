@@ -28,14 +28,10 @@ def test_this_package_on_hopper(loader):
         assert not fleet.ops.is_sonic_moe_available()
 
 
-def losses_of(trainer, steps=STEPS, first=0, tokens=TOKENS):
+def losses_of(trainer):
     """Every fourth step has two micro-batches."""
-    every = range(first, first + steps)
-    counts = [2 if step % 4 == 0 else 1 for step in every]
-    return np.array([
-        trainer.step(model.micro_batches(step, count, tokens))
-        for step, count in zip(every, counts, strict=True)
-    ])  # fmt: skip
+    given = [model.micro_batches(step, 1 + (step % 4 == 0), TOKENS) for step in range(STEPS)]
+    return np.array([trainer.step(batches) for batches in given])
 
 
 @pytest.fixture(scope="module")

@@ -147,15 +147,19 @@ class Way(NamedTuple):
 
 
 class TopK(nn.Module):
-    """The functional API on parameters of a module's own; gate and up in two tensors."""
+    """The functional API on parameters of a module's own; gate and up in turns, or in two tensors, or in
+    halves; options: of both calls that read them.
+    """
 
-    def __init__(self, apart: bool) -> None:
+    def __init__(self, apart: bool = False, **options: Any) -> None:
         super().__init__()
         layer = moe()
         w1 = layer.c_fc.weight.detach()
         self.router, self.down = layer.router.weight, layer.c_proj.weight
-        self.apart = apart
-        if apart:
+        self.apart, self.options = apart, {"use_fp8": True, **options}
+        if options.get("concat_layout"):
+            self.fused = nn.Parameter(torch.cat([w1[:, ::2], w1[:, 1::2]], 1))
+        elif apart:
             self.gate, self.up = (nn.Parameter(w1[:, i::2].contiguous()) for i in (0, 1))
         else:
             self.fused = layer.c_fc.weight
@@ -167,11 +171,11 @@ class TopK(nn.Module):
         w1 = (self.gate, self.up) if self.apart else (self.fused,)
         first = tuple(weight.permute(1, 2, 0) for weight in w1)
         given = first if self.apart else first[0], None, self.down.permute(1, 2, 0), None, 2
-        return moe_TC_softmax_topk_layer(x, self.router, *given, use_fp8=True)[0]
+        return moe_TC_softmax_topk_layer(x, self.router, *given, **self.options)[0]
 
 
 def of_names(block: Any) -> int:
-    return gather_codes(block.moe, weights=block.moe.names(), use_fp8=True)
+    return gather_codes(block.moe, weights=block.moe.names(), **block.moe.options)
 
 
 def each(module: Any, **options: Any) -> None:
@@ -258,6 +262,11 @@ class Routed(nn.Module):
         return self.moe(x, ids, torch.full(ids.shape, 0.5))
 
 
+HALVES: dict[str, Any] = {
+    "concat_layout": True,
+    "activation_type": "swiglu_clamp",
+    "activation_parameters": {"limit": 0.5},
+}
 MASTERS = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
 WAYS = {
     "kept": Way(lambda: Block(moe()), partial(fully_shard, reshard_after_forward=False)),
@@ -272,8 +281,9 @@ WAYS = {
     "hybrid": Way(lambda: Block(moe()), hybrid),
     "on meta": Way(lambda: Block(moe(5)), on_meta, bytes=0.6),
     "assigned": Way(lambda: Block(moe(5)), assigned, bytes=0.6),
-    "functional": Way(lambda: Block(TopK(False)), each, of_names),
+    "functional": Way(lambda: Block(TopK()), each, of_names),
     "gate and up apart": Way(lambda: Block(TopK(True)), each, of_names),
+    "halves, clamped": Way(lambda: Block(TopK(**HALVES)), each, of_names),
     "LoRA": Way(lora, each, bytes=0.6),
     "qwen3": Way(lambda: decoder("qwen3-moe"), each, gather_codes),
     "gpt-oss": Way(lambda: decoder("gpt-oss"), each, gather_codes, bytes=0.7),
@@ -496,7 +506,7 @@ def check_refusals(rank: int) -> None:
         lambda: gather_codes(nn.Linear(2, 2)),
     )
     refused(ConfigError, "use_fp8 is 1", lambda: gather_codes(moe(), use_fp8=1))  # type: ignore[arg-type]
-    named = TopK(False)
+    named = TopK()
     refused(
         LayoutError,
         "router.weight is no parameter",

@@ -14,6 +14,7 @@ import paddle
 from paddle.distributed.fleet.utils.tensor_fusion_helper import ShardingGradView
 
 ALIGNMENT = 64  # elements
+BETAS = 0.9, 0.95
 
 
 class Fused:
@@ -61,11 +62,11 @@ class Fused:
 class ShardingOptimizer:
     """`_inner_opt._parameter_list` and `_master_weights` are what callbacks look at."""
 
-    def __init__(self, parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-8):
+    def __init__(self, parameters, lr):
         parameters = list(parameters)
         self._inner_opt = SimpleNamespace(_parameter_list=parameters)
         self._master_weights = {}
-        self.lr, self.betas, self.eps, self.steps = lr, betas, eps, 0
+        self.lr, self.steps = lr, 0
         colours = {}
         for parameter in parameters:
             colour = getattr(parameter, "color", None)
@@ -97,14 +98,14 @@ class ShardingOptimizer:
             fused.restore()
             first, second = fused.moments
             for moment, beta, value in zip(
-                (first, second), self.betas, (fused.grad, fused.grad.square()), strict=True
+                (first, second), BETAS, (fused.grad, fused.grad.square()), strict=True
             ):
                 moment.scale_(beta).add_(value * (1 - beta))
             corrected = [
                 moment / (1 - beta**self.steps)
-                for moment, beta in zip((first, second), self.betas, strict=True)
+                for moment, beta in zip((first, second), BETAS, strict=True)
             ]
-            fused.master.subtract_(self.lr * corrected[0] / (corrected[1].sqrt() + self.eps))
+            fused.master.subtract_(self.lr * corrected[0] / (corrected[1].sqrt() + 1e-8))
             fused.write()
 
     @paddle.no_grad()
