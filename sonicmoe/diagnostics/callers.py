@@ -20,15 +20,14 @@ _TENSOR_OF_STAGE = {
     **{f"{name}_fp8": (name, "") for name in ("w1", "w2")},
     **{f"d{name}": (name, GRADIENT) for name in ("w1", "w2", "b1", "b2")},
 }  # fmt: skip
-TENSORS = tuple(dict.fromkeys(tensor for tensor, _ in _TENSOR_OF_STAGE.values()))
 
 
 @dataclass(frozen=True)
 class Caller:
     """What the caller of one step calls its tensors.
 
-    tensors: by their names in `TENSORS`, those that the step has: its name, or those of the E
-        matrices of a weight that is one parameter per expert.
+    tensors: by their names in a step ("x", "out", "probs", "w1", ...), those that it has: its name,
+        or those of the E matrices of a weight that is one parameter per expert.
     layer: the module that has the weights, by its name in the model; empty where it was not found.
     """
 
@@ -42,18 +41,10 @@ class Caller:
         tensor, prefix = _TENSOR_OF_STAGE.get(stage, ("", ""))
         names = self.tensors.get(tensor, ())
         if len(names) > 1:
-            # Per expert the caller has tensors of their own, so the expert decides the name.
-            names = () if expert is None else (names[expert],)
+            # Per expert the caller has tensors of their own, so the expert decides the name. Names out
+            # of a damaged file may be too few.
+            names = () if expert is None else names[expert : expert + 1]
         return prefix + names[0] if names else None
-
-    def problem(self, experts: int) -> str | None:
-        """Why this cannot be the caller of a step with so many experts, or None."""
-        for tensor, names in self.tensors.items():
-            if tensor not in TENSORS:
-                return f"{tensor} is no tensor of a step; needed: of {list(TENSORS)}"
-            if len(names) not in (1, experts):
-                return f"{tensor} has {len(names)} names; needed: 1 or {experts}"
-        return None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

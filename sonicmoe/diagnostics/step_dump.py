@@ -164,9 +164,6 @@ class StepDump:
         lacking = "b1" if self.b1 is None else "b2"
         both = (self.b1 is None) == (self.b2 is None)
         expect(both, ShapeError, f"{lacking} is missing; needed: both biases, or neither")
-        # Names from a file may belong to another step, with another number of experts.
-        problem = None if self.caller is None else self.caller.problem(experts)
-        expect(problem is None, DumpError, f"caller: {problem}")
 
     def _check_tokens(self, name: str) -> None:
         codes, scale = getattr(self, f"{name}_codes"), getattr(self, f"{name}_scale")

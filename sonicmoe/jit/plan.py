@@ -68,7 +68,7 @@ class ModelSpec:
 
 
 class CompileJob(Protocol):
-    """One artefact to compile: `CudaSource`, `CuteKernel`, `TritonVariant`. Picklable."""
+    """One artefact to compile: `CudaSource`, `CuteKernel`, `TritonVariant`. Hashable."""
 
     @property
     def name(self) -> str:
