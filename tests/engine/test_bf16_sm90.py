@@ -24,7 +24,6 @@ from engine.plain_layer import (
     make_case,
     run,
 )
-from pairwise import pairwise
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe.engine import bf16_weights
@@ -34,13 +33,12 @@ from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.settings import GradientMode
 from sonicmoe.engine.targets import GradientTargets
-from sonicmoe.enums import ActivationType, is_glu
+from sonicmoe.enums import is_glu
 from sonicmoe.errors import ConfigError, ShapeError
 from sonicmoe.layouts import NATIVE, GateUp, WeightLayout
 from sonicmoe.observe import listening
 from sonicmoe.weight_source import StackedMatrices
 
-GELU = ActivationType.GELU
 OURS = Bf16Engine()
 LAYOUTS = [WeightLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
 HALVES, FUSED = WeightLayout(split_half=True), WeightLayout(True, True)
@@ -64,8 +62,8 @@ def sums_of(case):
     return sums
 
 
-def user_shapes(layout, n1=2 * I):
-    shapes = (n1, H), (H, I)
+def user_shapes(layout):
+    shapes = (2 * I, H), (H, I)
     return [shape[::-1] if layout.transposed else shape for shape in shapes]
 
 
@@ -86,13 +84,6 @@ def stacked(layout, shape, fill, dtype=FP32):
     sizes = (2, E, I, H) if layout.apart and shape == (2 * I, H) else (E, *shape)
     tensor = torch.full(sizes, fill, dtype=dtype)
     return GradientPlaces.stacked(tensor, E, layout)
-
-
-def each(layout, shape, fill, dtype=FP32):
-    """A tensor for each expert; nobody wants expert 2's."""
-    tensors = [torch.full(shape, fill, dtype=dtype) for _ in range(E)]
-    tensors[2] = None
-    return GradientPlaces.per_expert(tensors, layout)
 
 
 def permuted(layout, shape, fill, dtype=FP32):
@@ -270,22 +261,6 @@ class TestGradients:
         with pytest.raises(ConfigError, match="all gates before all up values"):
             OURS.backward_dw(pending, GradientTargets(up, down))
         assert not up.tensors[0].any() and not down.tensors[0].any() and pending.dz is not None
-
-    @pytest.mark.parametrize(
-        ("layout", "arrange", "activation"),
-        pairwise(LAYOUTS, [stacked, each, permuted], [SWIGLU, GELU]),
-        ids=lambda value: getattr(value, "__name__", str(value)),
-    )
-    def test_are_added_where_they_lie(self, layout, arrange, activation):
-        """Beside the values that were there, of two micro-batches."""
-        case = case_in(layout, activation, bias=False)
-        up, down = user_shapes(layout := case.layout, 2 * I if is_glu(activation) else I)
-        targets = GradientTargets(arrange(layout, up, 1.0), arrange(layout, down, 1.0))
-        assert OURS.problem_of(targets, case.settings, layout) is None
-        sums = sums_of(case)
-        OURS.backward_dw(case.pending(OURS), targets)
-        check(targets.up, sums.dw1, layout, "user_w1", 1.0)
-        check(targets.down, sums.dw2, layout, "user_w2", 1.0)
 
     def test_in_memory_that_is_taken_late(self, launches):
         """dw1 comes first then, and its operands are gone when memory for dw2 is taken."""
