@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from sonicmoe.engine.interface import EngineSettings, GradientMode, GradientTargets
-from sonicmoe.engine.low_rank import NAMES_OF_FACTORS, Adapters, LowRank
 from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.routing.build import build_routing
@@ -52,15 +51,13 @@ class Case:
         b1, layout = None if b1 is None else self.layout.user_b1(b1), self.layout
         return WeightSource.stacked(layout.user_w1(w1), layout.user_w2(w2), b1, b2, layout=layout)
 
-    def forward(self, engine, *, save=True, adapters=None):
+    def forward(self, engine):
         """`(prepared weights, out, saved)`."""
         if self.layout is None:
             weights = engine.prepare_weights(*self.weights, self.settings)
         else:
             weights = engine.refresh(self.source, self.settings)
-        weights = weights.with_adapters(adapters)
-        out, saved = engine.forward(self.x, self.routing, weights, self.settings, save=save)
-        return weights, out, saved
+        return weights, *engine.forward(self.x, self.routing, weights, self.settings)
 
     def pending(self, engine):
         """The operands of the weight gradients."""
@@ -98,28 +95,3 @@ def run(case, engine, targets=None):
     dx, dprobs = engine.backward(case.dout, saved, weights, targets)
     named = {"out": out, "dx": dx, "dprobs": dprobs}
     return named | (targets.named() if targets.mode is GradientMode.NATIVE else {})
-
-
-def run_adapted(case, engine, rank=5, which=("up", "down"), targets=None):
-    """The same of a layer with low-rank adapters of fp32, whose weights are frozen without targets, and
-    the gradients of their factors.
-    """
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*size, scale):
-        return torch.randn(size, generator=generator) * scale
-
-    pairs = {}
-    for name, weight in zip(("up", "down"), case.weights, strict=False):
-        _, outputs, inputs = weight.shape
-        pair = normal(E, rank, inputs, scale=inputs**-0.5), normal(E, outputs, rank, scale=0.4)
-        pairs[name] = LowRank(*pair, 1.5) if name in which else None
-    weights, out, saved = case.forward(engine, adapters=Adapters(**pairs))
-    dx, dprobs, pending = engine.backward_dx(case.dout, saved, weights)
-    found = {"out": out, "dx": dx, "dprobs": dprobs}
-    found |= dict(zip(NAMES_OF_FACTORS, pending.adapters(), strict=True))
-    if targets is not None:
-        engine.backward_dw(pending, targets)
-        found |= targets.named()
-    assert all(gradient.dtype == torch.float32 for gradient in pending.adapters() if gradient is not None)  # fmt: skip
-    return {name: value for name, value in found.items() if value is not None}

@@ -21,9 +21,13 @@ from engine.plain_layer import (
     H,
     I,
     make_case,
-    run_adapted,
 )
 from engine.plain_layer import run as run_on
+from oracle.case import Case as OracleCase
+from oracle.engines import chosen_on_host
+from oracle.faces import ON_HOST, normal
+from oracle.faces import run as run_oracle
+from oracle.golden import scene_of
 
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gradient_places import GradientPlaces
@@ -127,14 +131,12 @@ def test_memory_for_adapters_that_a_layer_has_not_is_not_read(launches):
     assert torch.equal(*found)
 
 
-class TestAdapters:
-    """Low-rank ones, which plain grouped GEMMs compute beside the engine's."""
-
-    @pytest.mark.parametrize("launches", [QUACK], indirect=True)
-    def test_the_log_says_once_that_they_are_no_kernels(self, launches, caplog):
-        for _ in range(2):
-            run_adapted(make_case(), OURS)
-        lines = [record.getMessage() for record in caplog.records]
-        assert lines == [
-            "engine bf16 computes low-rank adapters by PyTorch's grouped GEMMs, beside its own"
-        ]
+@pytest.mark.parametrize("launches", [QUACK], indirect=True)
+def test_the_log_says_once_that_adapters_are_no_kernels(launches, caplog, monkeypatch):
+    """Plain grouped GEMMs compute them beside the engine's."""
+    chosen_on_host(monkeypatch)
+    case = normal(OracleCase.parse("face=stacked dtype=bfloat16 adapters=both"), "bf16" + ON_HOST)
+    for _ in range(2):
+        run_oracle(case, scene_of(case), "bf16" + ON_HOST)
+    words = "engine bf16 computes low-rank adapters by PyTorch's grouped GEMMs, beside its own"
+    assert [record.getMessage() for record in caplog.records].count(words) == 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from kernels.device_half import device_report
@@ -22,7 +21,7 @@ from kernels.ptxas_report import (
 from sonicmoe.architectures import ARCHITECTURES
 from sonicmoe.engine.capabilities import BF16, HOPPER
 from sonicmoe.engine.expert_matrices import MOST
-from sonicmoe.enums import ActivationType, ZCode, is_glu
+from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit.cache import CompileCache
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.shared_object import BUILD_LOG
@@ -119,99 +118,14 @@ OTHERS = (
 )
 
 
-class Wanted(NamedTuple):
-    """How many kernels a module has, what it exports, and the registers of all but its `rare` ones."""
-
-    kernels: int
-    exports: str
-    registers: int = 255
-    rare: int = 0
-
-
-WANTED = {
-    # {int32, int64} of ids and of counts, the gather and its sum. 1024 threads of 64 registers fill
-    # the register file: a wider kernel would not launch.
-    "routing_metadata": Wanted(
-        6,
-        "build_metadata build_sorted metadata_places gather_or_zero sum_or_zero scratch_bytes "
-        "max_experts",
-        64,
-    ),
-    # 7 pairs of rows' and result's dtype x {3 vectors, 4 vectors, one element}
-    "aggregate": Wanted(21, "aggregate_rows"),
-    # Four ways of a row, each in words of 16 bytes, 4 and 1; two barriers; sums of 3 dtypes, by
-    # vectors and by elements.
-    "peer_rows": Wanted(23, "half_bytes send take again back", 128),
-    # Rows and weights of 3 dtypes each; transposition, guard, addresses.
-    "quantize": Wanted(
-        9,
-        "quantize_rows transpose_bytes store_addresses num_checksums check_weights "
-        "quantize_weights",
-    ),
-    # Rows that are gathered or lie in order; weights of 3 dtypes; the guard and its addresses.
-    "mx_quantize": Wanted(
-        7,
-        "quantize_rows_iso32 store_addresses num_checksums check_weights quantize_weights_iso32",
-    ),
-    # {bf16, fp16, fp32, codes}. Memory-bound: four CTAs of 256 threads
-    # keep enough loads under way. The rare fp32 tokens have twice the values in registers.
-    "wgrad_operands": Wanted(
-        4,
-        "gather_transpose_quantize gather_transpose_quantize_pair gather_transpose_requantize",
-        64,
-        1,
-    ),
-    # Index; sums of rows and of columns for two dtypes each.
-    "expert_rows": Wanted(6, "index_rows gather_rows row_sums column_sums"),
-    # Of rows as bf16, fp16 and codes: {8, 16, 32, 64} columns of the factor, codes up to 32; the same
-    # of gradients of both kinds of codes, of values {16, 64}; two sums of shares; codes times few
-    # columns, two ways; factors of three dtypes into two, five ways.
-    "low_rank": Wanted(
-        57, "narrow_rows narrow_gradient narrow_both gradient_parts parts_of_both prepare_factor"
-    ),
-    "flush": Wanted(2, "flush_gradients gradient_format", 64),  # {transposed, native}
-    # Of tokens as values and as codes, with db2 and without; blocks of dz; sums of experts. Two CTAs
-    # of 256 threads keep eight loads of each thread under way.
-    "bias_gradients": Wanted(6, "sum_tokens sum_dz", 128),
-    # The plain GEMM with either depth of its blocks, seven activations, of which SiTU-GLU is two, with
-    # a cap on up and without, x {with z, without}.
-    "fp8_grouped_gemm": Wanted(18, "activation_names grouped_gemm gather_gated_gemm"),
-    # The same eight x {FP8, plain} operands of wgrad.
-    "fp8_dgated": Wanted(16, "activation_names gather_dgated_gemm"),
-    # One map, few, many.
-    "fp8_wgrad": Wanted(6, "grouped_wgrad wgrad_destination"),
-    # Weights that are contiguous along either axis, of each: halves, turns, a plain product.
-    "bf16_gemm": Wanted(6, "activation_names up grouped_gemm"),
-    "bf16_dgated": Wanted(4, "activation_names dgated"),
-    # Either operand as the rows of the gradient x {one map, many}.
-    "bf16_wgrad": Wanted(8, "wgrad wgrad_destination"),
-}
-# of one activation: the plain GEMMs, and with z and without ... FP8 and plain operands of wgrad; of
-# a second one where up may be capped too
-KERNELS_OF_ONE = {
-    "fp8_grouped_gemm": (4, 2),
-    "fp8_dgated": (2, 2),
-    "bf16_gemm": (6, 4),
-    "bf16_dgated": (4, 4),
-}
-KERNELS_WITHOUT_GATE = {"bf16_gemm": 4, "bf16_dgated": 2}  # one order instead of two
-
-
-def activation_of(source) -> str | None:
-    return dict(source.defines).get("ACTIVATION")
-
-
-def kernels_in(source) -> int:
-    """How many its module has."""
-    activation, every = activation_of(source), WANTED[source.name].kernels
-    if activation is None:
-        return every
-    if not is_glu(ActivationType(activation)):
-        return KERNELS_WITHOUT_GATE.get(source.name, every)
-    of_one, of_capped_up = KERNELS_OF_ONE[source.name]
-    # A plain GEMM that adds a bias.
-    of_one += "BIAS" in dict(source.defines)
-    return of_one + (of_capped_up if activation == ActivationType.SITU_GLU.value else 0)
+# Most registers of a kernel, where fewer than a thread can have are needed: 1024 threads of 64 fill the
+# register file, and a wider kernel of `routing_metadata` would not launch; `wgrad_operands` waits for
+# memory, and four CTAs of 256 threads keep enough loads under way; of `peer_rows` and `bias_gradients`
+# two do. The rare fp32 tokens of `wgrad_operands` have twice the values.
+REGISTERS = {
+    "routing_metadata": 64, "peer_rows": 128, "wgrad_operands": 64, "flush": 64, "bias_gradients": 128,
+}  # fmt: skip
+RARE = {"wgrad_operands": 1}
 
 
 def label(source) -> str:
@@ -220,7 +134,8 @@ def label(source) -> str:
         "Z_BF16": "z in bf16", "Z_INT8": "z in int8",
         "BIAS": "biases", "FP16": "fp16", "LOW_RANK": "adapters",
     }  # fmt: skip
-    shown = [source.name, activation_of(source), *(parts[n] for n in parts if n in defines)]
+    activation = defines.get("ACTIVATION")
+    shown = [source.name, activation, *(parts[n] for n in parts if n in defines)]
     return ", ".join(filter(None, shown))
 
 
@@ -244,15 +159,16 @@ def report_of(source: CudaSource, artefacts: CompileCache) -> str:
 @pytest.mark.kernels
 @pytest.mark.parametrize("source", EVERY_SOURCE, ids=label)
 def test_compiles_without_spills(source, artefacts: CompileCache) -> None:
-    wanted, report = WANTED[source.name], report_of(source, artefacts)
+    report = report_of(source, artefacts)
     resources = parse_ptxas(report)
-    assert len(resources) == kernels_in(source)
     assert {item.arch for item in resources} == {source.arch}
     require_no_spills(resources)
     require_no_stack(resources)
     assert performance_losses(report) == ()
-    usual = sorted(item.registers for item in resources)[: len(resources) - wanted.rare]
-    assert max(usual) <= wanted.registers
+    usual = sorted(item.registers for item in resources)[
+        : len(resources) - RARE.get(source.name, 0)
+    ]
+    assert max(usual) <= REGISTERS.get(source.name, 255)
 
 
 @pytest.mark.kernels
@@ -263,14 +179,6 @@ def test_the_device_half_alone_has_the_report_of_the_whole(artefacts: CompileCac
     # been compiled in another checkout.
     alone, whole = (re.sub("(_GLOBAL__N__)[0-9a-f]{8}", r"\1", report) for report in reports)
     assert parse_ptxas(alone) == parse_ptxas(whole)
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("source", WHOLE, ids=label)
-def test_loads_without_a_gpu(source, artefacts: CompileCache) -> None:
-    module = source.load(artefacts)
-    for name in WANTED[source.name].exports.split():
-        assert callable(getattr(module, name)), name
 
 
 def test_limits_agree_with_the_python_side(artefacts: CompileCache) -> None:
@@ -297,13 +205,13 @@ def test_routing_fits_the_shared_memory_of_every_architecture(artefacts: Compile
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    "source", gemm_sources("sm_90a", SWIGLU)[:2], ids=lambda source: source.name
-)
-def test_modules_name_the_activations_they_were_built_with(source, artefacts: CompileCache) -> None:
-    """One here: `KERNELS_OF_ONE` and `WANTED` count those of modules that have one, and all."""
-    (line,) = source.load(artefacts).activation_names()
-    assert str(line).split()[0] == SWIGLU.value
+@pytest.mark.parametrize("source", WHOLE, ids=label)
+def test_loads_without_a_gpu(source, artefacts: CompileCache) -> None:
+    """And names the activations that it was built with."""
+    module = source.load(artefacts)
+    if source.name in ("fp8_grouped_gemm", "fp8_dgated"):
+        (line,) = module.activation_names()
+        assert str(line).split()[0] == SWIGLU.value
 
 
 def test_host_tensors_are_refused_by_name(artefacts: CompileCache) -> None:
