@@ -9,8 +9,8 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
-from gpu.activation_cases import gain_of
 from gpu.device import DEVICE, raw
+from oracle.golden import GAINS
 from public_models import EXPERT_SIZES
 
 from sonicmoe.engine.interface import EngineSettings, GradientTargets
@@ -116,7 +116,9 @@ def make_case(
     probs = uniform(tokens, topk) + 0.05
     n1 = intermediate * (2 if is_glu(activation) else 1)
     weights = (
-        normal(experts, n1, hidden, scale=gain_of(activation) * hidden**-0.5).to(dtype),
+        normal(experts, n1, hidden, scale=GAINS.get(activation.value, 1.0) * hidden**-0.5).to(
+            dtype
+        ),
         normal(experts, hidden, intermediate, scale=intermediate**-0.5).to(dtype),
         normal(experts, n1, scale=0.3) if bias else None,
         normal(experts, hidden, scale=0.3) if bias else None,
