@@ -144,7 +144,7 @@ def test_a_step_of_a_comparison_fits_80_columns(capsys):
     figures = (5.54512, 0.0, 0.0, 1.0, 1e-3, 123456.0, 1.1, [[0.8, 0.1, 0.1, 0.0]], 5.54321, 1.25)
     TrainingDisplay(screen.progress_console(), 3000).update(StepRecord(1500, *figures))
     (line,) = capsys.readouterr().err.splitlines()
-    told = "step 1500/3000 loss 5.5451 (full 5.5432), 123.5k tok/s, load 3.2x, 59 min left"
+    told = "step 1500/3000 loss 5.5451 (full 5.5432), 123.5k tok/s, load 3.2x, 3525 s left"
     assert line == told and len(told) <= 80
 
 
