@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import ConfigError
+from .errors import ConfigError, expect
 
 
 @dataclass(frozen=True)
@@ -66,33 +66,25 @@ def describe(capability: tuple[int, int]) -> str:
     return str(known) if known else f"{name} (compute capability {major}.{minor})"
 
 
-def arch_of_host(capabilities: Iterable[tuple[int, int]]) -> str:
-    """What to compile for where nobody names an architecture: that of the host's GPUs, and
-    `DEFAULT_ARCH` where it has none. ConfigError where they are of several architectures.
-    """
-    names = sorted({arch_name(capability) for capability in capabilities})
-    if len(names) > 1:
-        raise ConfigError(
-            f"arch is not given, and this host has GPUs of {' and '.join(names)}; "
-            f"needed: one of them (--arch {names[0]})"
-        )
-    return names[0] if names else DEFAULT_ARCH
-
-
 def chosen_arch(named: str | None, capabilities: Iterable[tuple[int, int]]) -> str:
-    """What to compile for: `named`, or that of the host's GPUs where nobody names one. ConfigError
-    where no engine has kernels for `named` and no GPU of the host is of it, or nobody names one and
-    the host's GPUs are of several.
+    """What to compile for: `named`, else the architecture of the host's GPUs, and `DEFAULT_ARCH` where
+    it has none. ConfigError where no engine has kernels for `named` and no GPU of the host is of it,
+    or nobody names one and the host's GPUs are of several.
     """
+    here = sorted({arch_name(capability) for capability in capabilities})
     if named is None:
-        return arch_of_host(capabilities)
+        words = f"arch is not given, and this host has GPUs of {' and '.join(here)}"
+        expect(
+            len(here) <= 1, ConfigError, f"{words}; needed: one of them (--arch {[*here, ''][0]})"
+        )
+        return here[0] if here else DEFAULT_ARCH
     # The few kernels that every run needs could be compiled for any name. A misspelt one, such as
-    # sm_90, would then warm nothing that a GPU looks for, and report success.
-    if named in ARCHITECTURES or named in map(arch_name, capabilities):
-        return named
-    # By the number alone: sm_75 is another architecture than sm_89, however alike the names are.
-    near = [
-        known for known in ARCHITECTURES if re.sub(r"\D", "", known) == re.sub(r"\D", "", named)
-    ]
+    # sm_90, would then warm nothing that a GPU looks for, and report success. The nearest is found
+    # by the number alone: sm_75 is another architecture than sm_89, however alike the names are.
+    digits = re.sub(r"\D", "", named)
+    near = [known for known in ARCHITECTURES if re.sub(r"\D", "", known) == digits]
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"arch is {named!r}{hint}; needed: one of {list(ARCHITECTURES)}")
+    known = named in ARCHITECTURES or named in here
+    words = f"arch is {named!r}{hint}; needed: one of {list(ARCHITECTURES)}"
+    expect(known, ConfigError, words)
+    return named

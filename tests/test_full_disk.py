@@ -19,13 +19,15 @@ from ernie_compat.checkpoint import SavedRun, save_checkpoint
 from ernie_compat.metrics import StepRecord, append_metrics
 from ernie_compat.model_config import RunConfig
 from sonicmoe.bench import sweep as sweeps
+from sonicmoe.bench.cost_model import fit_model
+from sonicmoe.bench.plots import plot_model
+from sonicmoe.bench.points import Point
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.workload import Variant
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.diagnostics.step_dump import StepDump, StepSettings, save_dump
 from sonicmoe.errors import SonicMoEError
 from sonicmoe.jit import pack
-from sonicmoe.plotting import new_figure, save_figure
 
 BIG = np.zeros((64, 64), np.float32)
 
@@ -68,9 +70,19 @@ def swept(path):
         sweeps.sweep(path, [shape], Variant.parse("reference"))
 
 
+def picture(path):
+    """Of a cost model."""
+    points = [
+        Point(Shape(t, 64, 64, e, 2), "a", True, "H200", t / 8)
+        for t in (64, 128, 256)
+        for e in (2, 4, 8, 16)
+    ]
+    plot_model(fit_model(points), points, path.parent)
+
+
 WRITERS = {
     "a step": dump,
-    "a figure": lambda path: save_figure(new_figure((4.0, 3.0)), path.with_suffix(".png")),
+    "a figure": picture,
     "a pack": packed,
     "a checkpoint": lambda path: save_checkpoint(
         path, SavedRun(0, RunConfig(), ""), {"weight": BIG}

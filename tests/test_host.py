@@ -21,7 +21,6 @@ import sonicmoe.jit_warmup as jit_warmup_module
 from sonicmoe import host
 from sonicmoe.architectures import (
     DEFAULT_ARCH,
-    arch_of_host,
     chosen_arch,
 )
 from sonicmoe.cli.main import main
@@ -87,10 +86,10 @@ def test_a_host_without_an_answer_has_no_gpus(library: Callable[..., str], tmp_p
 
 
 def test_gpus_of_one_architecture_decide_and_others_are_refused() -> None:
-    assert arch_of_host(()) == DEFAULT_ARCH
-    assert arch_of_host([(10, 3), (10, 3)]) == "sm_103a"
+    assert chosen_arch(None, ()) == DEFAULT_ARCH
+    assert chosen_arch(None, [(10, 3), (10, 3)]) == "sm_103a"
     with pytest.raises(ConfigError, match="GPUs of sm_120a and sm_90a; needed: one of them"):
-        arch_of_host([(9, 0), (12, 0)])
+        chosen_arch(None, [(9, 0), (12, 0)])
 
 
 def test_a_named_architecture_is_one_that_something_runs_on() -> None:

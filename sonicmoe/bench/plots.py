@@ -1,4 +1,6 @@
-"""The picture of a cost model: measured and predicted MFU over T*K. Imports no framework."""
+"""The picture of a cost model: measured and predicted MFU over T*K, drawn off screen with matplotlib,
+which is optional. Imports no framework.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from ..plotting import new_figure, save_figure
+from ..errors import SonicMoEError, writing
 from .cost_model import CostModel
 from .floors import PEAK_TFLOPS
 from .points import Point
 
 RESOLUTION = 48  # points of a predicted curve
+DPI = 130
+
+
+class PlotsUnavailableError(SonicMoEError, ImportError):
+    """matplotlib is not installed."""
+
+
+def require_matplotlib() -> None:
+    """Raise PlotsUnavailableError, with the remedy, unless matplotlib can be imported."""
+    try:
+        import matplotlib.backends.backend_agg  # noqa: F401
+    except ImportError:
+        raise PlotsUnavailableError(
+            "no plots were drawn: matplotlib is not installed (pip install 'sonicmoe[plots]')"
+        ) from None
 
 
 def plot_model(model: CostModel, points: Sequence[Point], directory: Path) -> Path:
@@ -29,7 +46,13 @@ def plot_model(model: CostModel, points: Sequence[Point], directory: Path) -> Pa
         lines[(point.shape.hidden, point.shape.intermediate), point.shape.experts].append(point)
     widths, experts = (sorted(set(part)) for part in zip(*lines, strict=True))
     rows, columns = -(-len(widths) // 2), min(2, len(widths))
-    figure = new_figure((6.5 * columns, 4 * rows))
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # A bare figure leaves pyplot's global state and the user's backend alone.
+    figure = Figure(figsize=(6.5 * columns, 4 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
     # `squeeze=False` gives an array also for a single panel.
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     # An odd number of widths leaves a panel of the grid without points.
@@ -48,9 +71,11 @@ def plot_model(model: CostModel, points: Sequence[Point], directory: Path) -> Pa
     figure.suptitle(
         f"{group}: dots measured (hollow: held out), lines predicted, {model.held_out_error:.2f} % off"
     )
-    return save_figure(
-        figure, directory / f"mfu_curves_{re.sub(r'[^a-zA-Z0-9_]+', '_', group)}.png"
-    )
+    path = directory / f"mfu_curves_{re.sub(r'[^a-zA-Z0-9_]+', '_', group)}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        figure.savefig(path, dpi=DPI)
+    return path
 
 
 def _draw_line(

@@ -14,7 +14,7 @@ import torch
 from ..config import SonicMoEConfig
 from ..engine.capabilities import RECORDS
 from ..engine.select import choose_engine
-from ..enums import EngineName, FlushMode
+from ..enums import EngineName
 from ..errors import ConfigError, EngineUnavailableError, expect
 from ..node.mlp_node import SonicMoEMlpNode
 from .shapes import Shape
@@ -165,13 +165,12 @@ class Layer:
             Expert(shape.hidden, shape.intermediate, device) for _ in range(shape.experts)
         ]
 
-    def node(self, variant: Variant, flush: FlushMode = FlushMode.AUTO) -> SonicMoEMlpNode:
-        """A node that runs `variant`; `flush`: the way of its weight gradients.
-        EngineUnavailableError, ConfigError or ShapeError where the engine does not run here, or not
-        at these sizes.
+    def node(self, variant: Variant) -> SonicMoEMlpNode:
+        """A node that runs `variant`. EngineUnavailableError, ConfigError or ShapeError where the engine
+        does not run here, or not at these sizes.
         """
         sizes = self.shape.experts, self.shape.hidden, self.shape.intermediate
-        return SonicMoEMlpNode(self.experts, *sizes, config=variant.config, flush=flush)
+        return SonicMoEMlpNode(self.experts, *sizes, config=variant.config)
 
 
 class NodeCall:

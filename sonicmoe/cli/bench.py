@@ -17,7 +17,6 @@ from ..bench.shapes import MOST, REFERENCE, SHAPES, SMALL, Shape
 from ..enums import EngineName
 from ..errors import ConfigError, ShapeError, expect
 from ..host import require_memory
-from ..plotting import require_matplotlib
 from .framework import load_framework
 from .refusals import Location, OneLineCommand, Seconds, refuse_beside
 from .screen import Activity, print_table
@@ -104,6 +103,8 @@ def bench(
         return
     if plot is not None:
         expect(bool(sweep or fit), ConfigError, "--plot draws a cost model: --sweep or --fit")
+        from ..bench.plots import require_matplotlib
+
         # A sweep takes minutes. Where nothing can be drawn, that is said before it.
         require_matplotlib()
         plot.mkdir(parents=True, exist_ok=True)

@@ -37,64 +37,29 @@ EXAMPLE = {"--E": "8", "--H": "3072", "--I": "1536"}
 @click.option("--E", "experts", type=click.IntRange(1, MOST), help="Local experts of a rank.")
 @click.option("--H", "hidden", type=click.IntRange(1, MOST), help="Hidden size.")
 @click.option("--I", "intermediate", type=click.IntRange(1, MOST), help="Expert intermediate size.")
-@click.option(
-    "--precision", type=click.Choice(PRECISIONS), default=BOTH, show_default=True,
-    help="Kernels of FP8, of BF16 (fp16) or of both. With both, one that has none for this model is left out, with the reason.",
-)  # fmt: skip
-@click.option(
-    "--dtype",
-    type=click.Choice(DTYPES),
-    default="bfloat16",
-    show_default=True,
-    help="Dtype of the tokens.",
-)
+@click.option("--precision", type=click.Choice(PRECISIONS), default=BOTH, show_default=True,
+              help="Kernels of FP8, of BF16 (fp16) or of both. With both, one that has none for this model is "
+              "left out, with the reason.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the tokens.")  # fmt: skip
 @activation_options
-@click.option(
-    "--adapters", is_flag=True, help="Also those of experts with low-rank adapters (LoRA)."
-)
-@click.option(
-    "--arch",
-    show_default=f"that of this host's GPUs, and {DEFAULT_ARCH} where it has none",
-    help="GPU architecture to compile for; the GPU need not be here.",
-)
-@click.option(
-    "--jobs",
-    type=click.IntRange(1),
-    help="Compilers at once; default: the CPUs that this process may use.",
-)
+@click.option("--adapters", is_flag=True, help="Also those of experts with low-rank adapters (LoRA).")  # fmt: skip
+@click.option("--arch", show_default=f"that of this host's GPUs, and {DEFAULT_ARCH} where it has none",
+              help="GPU architecture to compile for; the GPU need not be here.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1), help="Compilers at once; default: the CPUs that this process may use.")  # fmt: skip
 @click.option("--cache-dir", type=Location(file_okay=False), help="Default: SONIC_MOE_CACHE_DIR.")
-@click.option(
-    "--check", "check_only", is_flag=True,
-    help="Compile nothing; exit code 1 if anything is missing.",
-)  # fmt: skip
-@click.option(
-    "--pack", "pack_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Then write the kernels into FILE, to ship to a cluster or into an image.",
-)  # fmt: skip
-@click.option(
-    "--unpack", "unpack_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Compile nothing: put the kernels of FILE into the cache, checked as a whole. Needs no other option.",
-)  # fmt: skip
+@click.option("--check", "check_only", is_flag=True, help="Compile nothing; exit code 1 if anything is missing.")  # fmt: skip
+@click.option("--pack", "pack_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Then write the kernels into FILE, to ship to a cluster or into an image.")  # fmt: skip
+@click.option("--unpack", "unpack_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Compile nothing: put the kernels of FILE into the cache, checked as a whole. Needs no other option.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.pass_context
 def warmup(
-    ctx: click.Context,
-    experts: int | None,
-    hidden: int | None,
-    intermediate: int | None,
-    precision: str,
-    dtype: str,
-    activation: str,
-    parameters: tuple[tuple[str, float], ...],
-    adapters: bool,
-    arch: str | None,
-    jobs: int | None,
-    cache_dir: Path | None,
-    check_only: bool,
-    pack_file: Path | None,
-    unpack_file: Path | None,
-    as_json: bool,
-) -> None:
+    ctx: click.Context, experts: int | None, hidden: int | None, intermediate: int | None, precision: str,
+    dtype: str, activation: str, parameters: tuple[tuple[str, float], ...], adapters: bool,
+    arch: str | None, jobs: int | None, cache_dir: Path | None, check_only: bool,
+    pack_file: Path | None, unpack_file: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Compile every kernel that training this expert MLP needs, whatever SONIC_MOE_FP8_MODE it runs
     under.
 
