@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 import time
 from collections import Counter
@@ -15,15 +14,7 @@ from typing import Any
 import forks
 import racer
 
-PACKAGE_ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 60
 NOT_RUN = "NOT RUN: "  # begins the reason of a skip that the summary repeats
-
-
-def environment(**more: str) -> dict[str, str]:
-    """For an interpreter that imports this checkout and the helpers of these tests."""
-    path = os.pathsep.join([str(PACKAGE_ROOT), str(Path(__file__).parent)])
-    return {**os.environ, "PYTHONPATH": path, **more}
 
 
 class Racer(forks.Child):

@@ -4,14 +4,13 @@ GPU.
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 from cuda_sample import toolchain_probe
 from kernels.ptxas_report import SpillError, require_no_spills, resource_usage
-from racers import NOT_RUN, environment
+from racers import NOT_RUN
 
 from sonicmoe.jit import CompileCache, no_compile
 from sonicmoe.jit import toolchain as toolchain_module
@@ -39,13 +38,12 @@ __global__ void __launch_bounds__(1024) hungry(float* x) {
 
 
 def command(*arguments, **env):
-    line = [sys.executable, "-m", "sonicmoe.cli.warmup", *DIMENSIONS, "--json", *arguments]
     # The machine's own node-local cache may be warm.
     env.setdefault(
         "SONIC_MOE_LOCAL_CACHE_DIR", f"{arguments[arguments.index('--cache-dir') + 1]}-local"
     )
-    env.setdefault("SONIC_MOE_ENGINE", ENGINE)
-    return subprocess.run(line, env=environment(**env), capture_output=True, text=True, check=False)
+    line = ["-m", "sonicmoe.cli.warmup", *DIMENSIONS, "--json", *arguments]
+    return processes.of_checkout(*line, **{"SONIC_MOE_ENGINE": ENGINE, **env})
 
 
 def copy_files(artefact, folder):

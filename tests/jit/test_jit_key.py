@@ -1,11 +1,9 @@
 """Compile keys: stable, static, and complete."""
 
 import json
-import subprocess
-import sys
 
+import processes
 import pytest
-from racers import environment
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit import CompileKey
@@ -31,10 +29,7 @@ def test_digest_is_the_same_in_every_process_and_order():
         "print(CompileKey.make('gemm', arch='sm_90a', statics={'tile': (128, 192), 'fast': True, 'E': 8, 'H': 3072,"
         "'activation': 'swiglu'}, fingerprint={'abi': 'x86_64-glibc', 'sources': 'abc'}, toolchain={'nvcc': '13.0.88'}).digest)"
     )
-    env = environment(PYTHONHASHSEED="1")
-    printed = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
-    )
+    printed = processes.of_checkout("-c", program, PYTHONHASHSEED="1")
     assert printed.stdout.strip() == key.digest
 
 

@@ -3,17 +3,15 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
+import processes
 import pytest
 from click.testing import CliRunner
 from fake_jobs import DyingJob, FailingJob, FakeJob
 from pairwise import pairwise
 from racer import load
-from racers import environment
 
 import sonicmoe.jit.child as child_module
 import sonicmoe.jit_warmup as jit_warmup_module
@@ -184,7 +182,7 @@ def test_what_each_precision_compiles():
     assert [p.precision for p in (both, fp8, bf16)] == ["both", "fp8", "bf16"]
     assert not (both.left_out or fp8.left_out or bf16.left_out)
     assert names(fp8) == FP8_KERNELS | EVERY_RUN | {"program"}
-    assert names(bf16) == BF16_KERNELS | EVERY_RUN | {"expert_rows"}
+    assert names(bf16) == BF16_KERNELS | EVERY_RUN | {"expert_rows", "program"}
     assert set(both.jobs) == set(fp8.jobs) | set(bf16.jobs)
     assert len(set(both.jobs)) == len(both.jobs)
     for plain in (fp8, bf16):
@@ -394,13 +392,6 @@ def test_what_the_command_leaves_out_or_refuses(asked, code, words):
     assert said.output.startswith("Error: ") == (code == 2)
 
 
-def python(*arguments, **variables):
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment(**variables), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-
-
 def test_package_and_command_import_no_framework_and_no_compiler():
     program = (
         "import sys, sonicmoe.jit, sonicmoe.cli.warmup, sonicmoe.jit_warmup, sonicmoe.kernels.blackwell.cute_kernel\n"
@@ -408,5 +399,5 @@ def test_package_and_command_import_no_framework_and_no_compiler():
         "import sonicmoe.engine.capabilities, sonicmoe.engine.compile_plan\n"
         "print(sorted(set(sys.modules) & {'torch', 'paddle', 'triton', 'tvm_ffi', 'cutlass', 'numpy'}))"
     )
-    done = python("-c", program)
+    done = processes.of_checkout("-c", program)
     assert done.stdout.strip() == "[]", done.stderr
