@@ -25,6 +25,8 @@ from sonicmoe.integrations.frozen import (
     thaw_experts,
 )
 from sonicmoe.integrations.transformers import check_model
+from sonicmoe.layouts import NATIVE
+from sonicmoe.weights.frozen import from_codes, to_codes
 
 peft = pytest.importorskip("peft", minversion="0.17")
 pytestmark = pytest.mark.usefixtures("registered")
@@ -92,6 +94,19 @@ def test_a_weight_takes_a_byte(family):
     )
     assert freeze_experts(model).weights == 0  # frozen already
     check_model(model)
+
+
+def test_an_experts_codes_depend_on_no_other():
+    """An expert that codes hold exactly stays exact among others that they do not, and ranks that have
+    some of the experts make the codes of one that has all.
+    """
+    weight = torch.randn(6, 80, 64).bfloat16()
+    weight[2] = (8 * weight[2]).clamp(-7, 7).round() / 8
+    codes, _ = to_codes(weight, NATIVE, 0)
+    assert torch.equal(from_codes(codes, NATIVE, 0)[2], weight[2])
+    for expert in range(6):
+        own, _ = to_codes(weight[expert : expert + 1], NATIVE, 0)
+        assert all(map(torch.equal, own, [part[expert : expert + 1] for part in codes]))
 
 
 @THREE
