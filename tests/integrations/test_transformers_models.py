@@ -14,7 +14,6 @@ from integrations.hf_models import (
     run,
     text,
 )
-from pairwise import pairwise
 from transformers.integrations import moe as hf_moe
 
 from sonicmoe import SonicMoEConfig
@@ -62,31 +61,6 @@ def test_sonicmoe_follows_the_configuration():
         configured = run(model, "sonicmoe")
     fp8 = run(model, "sonicmoe_fp8")
     assert max(errors(configured, fp8).values()) == 0 < errors(fp8, plain)["logits"]
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-@pytest.mark.parametrize(
-    ("family", "implementation", "reentrant"),
-    pairwise(["qwen3-moe", "gpt-oss"], ["sonicmoe", "sonicmoe_fp8"], [False, True]),
-)
-def test_gradient_checkpointing(family, implementation, reentrant, recipes):
-    model = build(FAMILIES[family](2))
-    expected = run(model, implementation)
-    assert len(recipes) == 2
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert max(errors(run(model, implementation), expected).values()) == 0
-    assert len(recipes) == 2 + 4, "two layers, forward and recompute"
-
-
-@pytest.mark.parametrize(
-    ("family", "implementation"), [("qwen3-moe", "sonicmoe"), ("gpt-oss", "sonicmoe_fp8")]
-)
-def test_compiled_in_one_graph(implementation, family):
-    torch._dynamo.reset()
-    model = build(FAMILIES[family](1))
-    expected = run(model, implementation)
-    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    assert max(errors(run(model, implementation), expected).values()) <= EXACT
 
 
 def losses(model, steps):
