@@ -277,17 +277,17 @@ SORTED: dict[str, tuple[Any, ...]] = {
 
 
 def in_expert_order(layer: Layer, scene: Scene, x: Any, probs: Any) -> tuple[Any, Any, Any, Any]:
-    """Rows and probabilities of one slot a token, the numbers of rows, and where each token's row is.
-    Rows of no expert come last.
+    """Rows and probabilities of one slot a token, the numbers of rows, and what puts rows back into the
+    order of tokens. Rows of no expert come last.
     """
     experts = scene.num_experts
     chosen = np.where(scene.valid, scene.indices, experts)[:, 0]
     order = np.argsort(chosen, kind="stable")
     counts = np.bincount(chosen, minlength=experts)[:experts]
     if not len(order):  # Paddle takes no rows of none
-        return x, probs[:, 0], counts, slice(None)
+        return x, probs[:, 0], counts, lambda rows: rows
     there, back = (tensor(places).to(layer.device) for places in (order, np.argsort(order)))
-    return x[there], probs[:, 0][there], counts, back
+    return x[there], probs[:, 0][there], counts, lambda rows: rows[back]
 
 
 class Sorted(Node):
@@ -300,7 +300,7 @@ class Sorted(Node):
         given = {"biases": tuple(self.biases) or None, "adapters": self.adapters}
         listed = None if self.case.counts == "none" else counts.tolist()
         counts = tensor(counts).to(self.device)
-        return self.node.forward_sorted(rows, counts, scores, listed, **given)[back]
+        return back(self.node.forward_sorted(rows, counts, scores, listed, **given))
 
 
 OF_TORCH = {
@@ -361,7 +361,7 @@ class Rows(Stacked):
         rows, scores, counts, back = in_expert_order(self, scene, x, probs)
         routes = tensor(counts).to(self.device)
         given = rows, routes, scores, self.given, None
-        return self.traced(planned_mlp)(self.plan, number_of(self.plan), *given)[back]
+        return back(self.traced(planned_mlp)(self.plan, number_of(self.plan), *given))
 
 
 class Triples(Layer):
