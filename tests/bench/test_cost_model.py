@@ -14,6 +14,7 @@ from bench.test_bench_command import PERF, no_gpu  # noqa: F401
 from click.testing import CliRunner
 from worlds import ROOT
 
+from sonicmoe.bench import plots
 from sonicmoe.bench import sweep as sweep_module
 from sonicmoe.bench.cost_model import TERMS, fit_model, idle_rows, roofline
 from sonicmoe.bench.floors import OTHER_STAGES, floors
@@ -201,7 +202,12 @@ def test_commands(tmp_path, monkeypatch):
     # Where experts did not fit into memory, the points of a line are missing.
     points = [p for p in made_points(noise=0.02) if p.shape.hidden < 7168 or p.shape.experts < 128]
     path.write_text("".join(point.line() for point in points))
+    drawn, save = [], plots.save_figure
+    monkeypatch.setattr(plots, "save_figure", lambda f, *of: drawn.append(f) or save(f, *of))
     said = run("--fit", str(path), "--plot", str(tmp_path / "plots"))
+    # Dots have no label; the prediction between them has one.
+    shown = [axis for axis in drawn[0].axes if axis.get_visible()]
+    assert all(any(line.get_label()[0] != "_" for line in axis.lines) for axis in shown)
     assert "hopper:perf on H200" in said and "TK*H*I" in said and "held-out" in said
     data = json.loads(run("--fit", str(path), "--plot", str(tmp_path / "plots"), "--json"))
     model = data["hopper:perf on H200"]

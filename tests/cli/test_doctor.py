@@ -257,6 +257,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_with_its_name(ran, monkeypat
     words = "the self-test did not run: fake_2 cannot be compiled: expected ';'"
     assert messages(report) == [("error", words)]
     assert report.kernels == {"needed": 1, "missing": ["fake_2"]}
+    assert 0 <= report.self_test_seconds < 60
 
 
 def test_a_kernel_outside_the_list_is_not_compiled_either(ran, monkeypatch):

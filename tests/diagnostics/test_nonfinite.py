@@ -74,6 +74,7 @@ def test_a_bad_token_is_named_in_forward(tmp_path):
 
     error = found(step, "first bad: input x at token 17, column 5", dump_dir=tmp_path)
     assert error.report.fault.kind == "inf" and error.dump == tmp_path / "nonfinite-call-1.npz"
+    assert f"inputs written to {error.dump}: sonicmoe bisect {error.dump}" in str(error)
     report = bisect(load_dump(error.dump), "reference")
     assert str(report.fault) == str(error.report.fault)
     before = error.dump.read_bytes()

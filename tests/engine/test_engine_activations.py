@@ -166,6 +166,11 @@ class TestParameters:
         assert layer_parameters(SITU, {"linear_beta": 2.0**-126}) == (("linear_beta", 2.0**-126),)
         assert ACTIVATIONS[SITU].values()["linear_beta"] == np.inf
 
+    @pytest.mark.parametrize("beta", [2.0**-127, 1.5 * 2.0**126], ids=["low", "high"])
+    def test_a_number_whose_inverse_fp32_has_not_is_refused(self, beta):
+        with pytest.raises(ConfigError, match="beta"):
+            layer_parameters(SITU, {"beta": beta})
+
 
 @pytest.mark.parametrize(
     ("table", "activation"), [("_UNGATED", ActivationType.SILU), ("_GATES", OAI)], ids=str
