@@ -23,7 +23,7 @@ from .expert_rows import ExpertRows, launch_scope
 from .gpu import gpu_of
 from .interface import EngineWeights
 from .plain_engine import PlainEngine
-from .products import Products, plain_operand
+from .products import Products, Wgrads, plain_operand
 from .routed_layer import RoutedEngine
 from .settings import EngineSettings
 from .targets import GradientTargets
@@ -110,12 +110,17 @@ class Bf16Engine(RoutedEngine, PlainEngine):
             rows.add_columns(dout, db2, weight=routing.row_prob)
             rows.add_columns(plain_operand(pending.dz), db1, weight=None)
 
+    def _wgrads(
+        self, pending: PendingWgrad, targets: GradientTargets
+    ) -> AbstractContextManager[Wgrads]:
+        return quack_products.wgrads(pending, targets)
+
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        biases = self.bias_gradients(pending) if targets.has_biases else None
-        if _is_hopper(device_name(pending.dz)):
-            bf16_sm90.add_gradients(pending, targets, biases)
+        if not _is_hopper(device_name(pending.dz)):
+            super()._add(pending, targets)
             return
-        quack_products.add_gradients(pending, targets, biases)
+        biases = self.bias_gradients(pending) if targets.has_biases else None
+        bf16_sm90.add_gradients(pending, targets, biases)
 
     def writes_gradients(self, settings: EngineSettings, device: str) -> bool:
         """On Hopper; elsewhere its GEMMs only add."""

@@ -15,6 +15,7 @@ Legend: R padded rows in expert order; other letters as in `interface`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from .targets import GradientTargets
 from .tokens import PendingWgrad, Saved, Tokens, plain_tokens
 
 Tensor = torch.Tensor
+Wgrads = dict[str, Callable[[], None]]  # what launches dw1, and dw2
 
 
 @dataclass(eq=False)
@@ -117,8 +119,30 @@ class ProductsEngine(Engine):
         return products
 
     @abstractmethod
+    def _wgrads(
+        self, pending: PendingWgrad, targets: GradientTargets
+    ) -> AbstractContextManager[Wgrads]:
+        """The weight gradients that anybody wants. All memory is taken and all kernels are loaded before
+        this returns, so that running out of memory leaves the targets as they were.
+        """
+
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         """`backward_dw` where all operands are there; they are released afterwards."""
+        if pending.routing.num_rows == 0:
+            write_zeros(targets)
+            return
+        biases = self.bias_gradients(pending) if targets.has_biases else None
+        with self._wgrads(pending, targets) as launches:
+            targets.adding = True
+            if biases is not None:
+                targets.add_biases(*biases, split_half=False)
+            if "dw2" in launches:
+                staged("dw2", launches.pop("dw2"))
+            if pending.settings.frees_stagewise:
+                pending.dout = pending.y1s = pending.native = None
+            if "dw1" in launches:
+                staged("dw1", launches.pop("dw1"))
+            targets.adding = False
 
     def _check_tokens(self, x: Tokens, weights: EngineWeights) -> None:
         """What this engine asks for beside `check_forward`."""

@@ -8,9 +8,10 @@ the host, for tests.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from ..errors import ConfigError
 from ..interop import IS_PADDLE, device_name, device_of, dtype_name, is_cuda
 from ..layouts import NATIVE, WeightLayout
-from ..observe import stage, tap
+from ..observe import tap
 from ..routing.backends import take_driver_from_paddle
 from ..routing.metadata import RoutingMetadata
 from .gpu import Gpu, gpu_of
@@ -26,7 +27,7 @@ from .gradient_places import GradientPlaces, MatrixPlace
 from .interface import EngineWeights
 from .kernel_jobs import expert_shape
 from .plain_engine import PlainEngine
-from .products import Products, plain_operand, shown_in_turns, write_zeros
+from .products import Products, Wgrads, plain_operand, shown_in_turns
 from .settings import EngineSettings, GradientMode
 from .targets import GradientTargets
 from .tokens import PendingWgrad, plain_tokens
@@ -60,34 +61,26 @@ class TritonEngine(PlainEngine):
             calls.column_sums(dout, pending.routing.row_prob, db2, rows).launch()
             calls.column_sums(plain_operand(pending.dz), None, db1, rows).launch()
 
-    def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
-        if pending.routing.num_rows == 0:
-            write_zeros(targets)
-            return
-        settings, x, dz = pending.settings, plain_tokens(pending.x), plain_operand(pending.dz)
-        biases = self.bias_gradients(pending) if targets.has_biases else None
+    @contextmanager
+    def _wgrads(self, pending: PendingWgrad, targets: GradientTargets) -> Iterator[Wgrads]:
+        x, found = plain_tokens(pending.x), dict[str, Any]()
         with _launch_scope(x):
-            calls = _calls(_sizes(pending), settings, biases is not None, x)
+            calls = _calls(_sizes(pending), pending.settings, targets.has_biases, x)
             rows = index_of(calls, pending.routing)
-            # All memory is taken and all kernels are loaded before the first addition, so that
-            # running out of memory leaves the targets as they were.
             into_dw1, into_dw2 = _outputs_of(targets, calls)
-            if into_dw2 is not None:
-                calls.wgrad_down(pending.dout, pending.y1s, into_dw2, rows).load()
-            if into_dw1 is not None:
-                calls.wgrad_up(x, dz, into_dw1, rows).load()
-            targets.adding = True
-            if biases is not None:
-                targets.add_biases(*biases, split_half=False)
-            if into_dw2 is not None:
-                with stage("dw2"):
-                    calls.wgrad_down(pending.dout, pending.y1s, into_dw2, rows).launch()
-            if settings.frees_stagewise:
-                pending.dout = pending.y1s = None
-            if into_dw1 is not None:
-                with stage("dw1"):
-                    calls.wgrad_up(x, dz, into_dw1, rows).launch()
-            targets.adding = False
+
+            # No operand has a name that lasts: their memory is free when all references are gone.
+            def dw2() -> Any:
+                return calls.wgrad_down(pending.dout, pending.y1s, into_dw2, rows)
+
+            def dw1() -> Any:
+                return calls.wgrad_up(pending.x, plain_operand(pending.dz), into_dw1, rows)
+
+            for name, make, into in (("dw2", dw2, into_dw2), ("dw1", dw1, into_dw1)):
+                if into is not None:
+                    make().load()
+                    found[name] = partial(_launch, make)
+            yield found
 
     def problem_of(
         self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
@@ -138,6 +131,10 @@ class _TritonProducts(Products):
         if name != "dz" or self.calls.shape.parts == 1:
             return tap(name, operand)
         return shown_in_turns(name, operand)
+
+
+def _launch(make: Callable[[], Any]) -> None:
+    make().launch()
 
 
 def _sizes(pending: PendingWgrad) -> tuple[int, int]:

@@ -82,6 +82,7 @@ def launches_fixture(request, monkeypatch):
     monkeypatch.setattr(bf16, "_is_hopper", lambda device: is_hopper)
     # Of quack-kernels.
     monkeypatch.setattr(quack_products, "grouped_gemms", found.quack)
+    monkeypatch.setattr(quack_products, "dprob_tiles", Bf16Gemms.tiles)
     # Of Hopper, which reads weights where they lie.
     monkeypatch.setattr(bf16, "is_cuda", lambda tensor: True)
     monkeypatch.setattr(bf16_sm90, "passes_on", found.hopper)

@@ -32,6 +32,17 @@ class Gemms:
     def __init__(self, activation, parameters=()):
         self.kind, self.calls = (activation, parameters), []
 
+    def load(self, name):
+        self.calls.append("load " + (name if isinstance(name, str) else name[0]))
+
+    def launch(self, name, *operands):
+        """name: of a variant, as the compiled GEMMs know it."""
+        product, *stored = (name,) if isinstance(name, str) else name
+        getattr(self, product.replace(" ", "_"))(*operands, *stored)
+
+    def up_only(self, *operands):
+        self.up(*operands)
+
     def store(self, name, products, out):
         self.calls.append(name)
         for own, acc in products:
@@ -87,13 +98,16 @@ class Bf16Rows:
 
 
 class Bf16Gemms(Gemms):
-    """Stands for `GroupedGemms` on a host, with the same calls."""
+    """Stands for the GEMMs of quack-kernels on a host, with the same variants."""
 
     COLUMNS = 24
 
+    @classmethod
+    def tiles(cls, shape):
+        return -(-shape.intermediate // cls.COLUMNS)
+
     def __init__(self, shape):
         super().__init__(shape.activation, shape.parameters)
-        self.dprob_tiles = -(-shape.intermediate // self.COLUMNS)
 
     def products(self, a, w, bias, cu_rows, index=None):
         """`a_e w_e^T + bias_e`."""
@@ -112,18 +126,17 @@ class Bf16Gemms(Gemms):
     def up_again(self, x, w1, z, b1, cu_rows, index):
         self.store("up_again", self.products(x, w1, b1, cu_rows, index), z)
 
-    def down(self, y1, w2, y2, b2, cu_rows):
+    def down(self, y1, w2, y2, b2, cu_rows, index):
+        assert index is None
         self.store("down", self.products(y1, w2, b2, cu_rows), y2)
 
     def dgated(self, dout, w2, dz, z, y1s, prob, partials, cu_rows, index):
         products = self.products(dout, w2.transpose(1, 2), None, cu_rows, index)
         self.store_dgated(products, dz, z, y1s, prob, partials)
 
-    def dgrad(self, dz, w1, dx_rows, cu_rows):
+    def dgrad(self, dz, w1, dx_rows, bias, cu_rows, index):
+        assert bias is index is None
         self.store("dgrad", self.products(dz, w1.transpose(1, 2), None, cu_rows), dx_rows)
-
-    def load_wgrad(self, product, stored):
-        self.calls.append(f"load {product}")
 
     def wgrad_down(self, dout, y1s, dw2, cu_rows, index, stored):
         self.calls.append("wgrad_down")
@@ -181,12 +194,9 @@ class MxRows:
 
 
 class MxGemms(Gemms):
-    """As `MxGemms`; each operand a pair of codes and scales."""
+    """Those of `mxfp8`: behind codes come their scales."""
 
     COLUMNS = 256
-
-    def dprob_tiles(self, intermediate):
-        return -(-intermediate // self.COLUMNS)
 
     @staticmethod
     def experts(cu_rows):
@@ -202,44 +212,36 @@ class MxGemms(Gemms):
             codes = w[0][e].T if transpose else w[0][e]
             yield own, left @ decoded(codes.contiguous(), w[1][e]).T
 
-    def up(self, x, w1, z, y1, cu_rows):
+    def up(self, x, x_scale, w1, w1_scale, z, y1, y1_scale, cu_rows):
         atoms_of = {own.start: atoms for _, own, atoms in self.experts(cu_rows)}
 
         def put(own, values):
             q = quantize(values, rows(32), scale_format=ScaleFormat.POW2)
-            y1[0][own], atoms = q.bytes, atoms_of[own.start]
-            flat = y1[1][atoms].reshape(-1).clone()
+            y1[own], atoms = q.bytes, atoms_of[own.start]
+            flat = y1_scale[atoms].reshape(-1).clone()
             held = (q.scale_inv.view(torch.int32) >> 23).to(torch.uint8)
             flat[places(*q.bytes.shape)[:, ::32].reshape(-1)] = held.reshape(-1)
-            y1[1][atoms] = flat.reshape(y1[1][atoms].shape)
+            y1_scale[atoms] = flat.reshape(y1_scale[atoms].shape)
 
-        self.store_up(self.products(x, w1, cu_rows), z, put)
+        self.store_up(self.products((x, x_scale), (w1, w1_scale), cu_rows), z, put)
 
-    def up_again(self, x, w1, z, cu_rows):
-        self.store("up_again", self.products(x, w1, cu_rows), z)
+    def down(self, y1, y1_scale, w2, w2_scale, y2, cu_rows):
+        self.store("down", self.products((y1, y1_scale), (w2, w2_scale), cu_rows), y2)
 
-    def down(self, y1, w2, y2, cu_rows):
-        self.store("down", self.products(y1, w2, cu_rows), y2)
-
-    def dgated(self, dout, w2, dz, z, y1s, prob, partials, cu_rows):
-        products = self.products(dout, w2, cu_rows, transpose=True)
+    def dgated(self, dout, dout_scale, w2, w2_scale, dz, z, y1s, prob, partials, cu_rows):
+        products = self.products((dout, dout_scale), (w2, w2_scale), cu_rows, transpose=True)
         self.store_dgated(products, dz, z, y1s, prob, partials)
 
-    def dgrad(self, dz, w1, dx_rows, cu_rows):
-        self.store("dgrad", self.products(dz, w1, cu_rows, transpose=True), dx_rows)
+    def dgrad(self, dz, dz_scale, w1, w1_scale, dx_rows, cu_rows):
+        products = self.products((dz, dz_scale), (w1, w1_scale), cu_rows, transpose=True)
+        self.store("dgrad", products, dx_rows)
 
-    def load_wgrad(self, stored):
-        self.calls.append(f"load {stored.value}")
+    def wgrad(self, left, left_scale, right, right_scale, dw, cu_rows, halves=False):
+        self.calls.append("wgrad")
+        self._wgrad((left, left_scale), (right, right_scale), dw, cu_rows, halves)
 
-    def wgrad_down(self, dout, y1s, dw2, cu_rows, stored=Stored.INNER):
-        self.calls.append("wgrad_down")
-        left, right = (dout, y1s) if stored is Stored.INNER else (y1s, dout)
-        self._wgrad(left, right, dw2, cu_rows, False)
-
-    def wgrad_up(self, x, dz, dw1, cu_rows, stored=Stored.HIDDEN):
-        self.calls.append("wgrad_up")
-        left, right = (x, dz) if stored is Stored.INNER else (dz, x)
-        self._wgrad(left, right, dw1, cu_rows, stored is Stored.HALVES)
+    def wgrad_halves(self, *operands):
+        self.wgrad(*operands, True)
 
     def _wgrad(self, left, right, dw, cu_rows, halves):
         for e, own, atoms in self.experts(cu_rows):

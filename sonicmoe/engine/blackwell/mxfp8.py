@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...interop import device_name, device_of, empty
-from ...kernels.blackwell.mx_gemm import MxGemms, Pair, mx_gemms
+from ...kernels.blackwell.mx_gemm import Pair, dprob_tiles, mx_gemms
+from ...kernels.blackwell.quack_gemm import Gemms, Stored
 from ...layouts import NATIVE, WeightLayout
 from ...observe import stage, tap
 from ...quant.gpu import QuantizedWeights
@@ -31,12 +33,13 @@ from ..expert_rows import ExpertRows, launch_scope
 from ..gpu import gpu_of
 from ..interface import EngineWeights
 from ..kernel_jobs import mx_shape
-from ..products import Products, ProductsEngine
+from ..products import Products, ProductsEngine, Wgrads
 from ..quantised_engine import QuantisedEngine
 from ..settings import EngineSettings
 from ..targets import GradientTargets
 from ..tokens import PendingWgrad, plain_tokens
 from . import bf16_gradients, mx
+from .bf16_gradients import StackedOutput
 from .mx import MxTensor, MxWeights
 
 Tensor = torch.Tensor
@@ -65,32 +68,33 @@ class Mxfp8Engine(QuantisedEngine, ProductsEngine):
         else:
             Bf16Engine().backward_dw(pending, targets)
 
-    def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
+    @contextmanager
+    def _wgrads(self, pending: PendingWgrad, targets: GradientTargets) -> Iterator[Wgrads]:
         into_dw1, into_dw2 = bf16_gradients.outputs_of(targets, _GEMMS)
-        settings, routing = pending.settings, pending.routing
-        if routing.num_rows == 0 or not (into_dw1 or into_dw2):
-            return
-        x = plain_tokens(pending.x)
-        with _launches(x, settings, routing) as (gemms, rows):
+        x, found = plain_tokens(pending.x), dict[str, Any]()
+        with _launches(x, pending.settings, pending.routing) as (gemms, rows):
+
+            def launch(output: StackedOutput, left: Any, right: Any) -> None:
+                # Where memory is contiguous along the other axis, the operands change places, and so
+                # do the result's axes.
+                pair = _along_rows(left), _along_rows(right)
+                one, other = pair if output.stored is Stored.INNER else pair[::-1]
+                gemms.launch(_wgrad(output), *one, *other, output.tensor, rows.cu_rows)
+
+            def dw2(output: StackedOutput) -> None:
+                launch(output, pending.native, pending.y1s)
+
+            def dw1(output: StackedOutput, x_rows: MxTensor) -> None:
+                launch(output, x_rows, pending.dz)
+
             for output in filter(None, (into_dw1, into_dw2)):
-                gemms.load_wgrad(output.stored)
-            # All memory is taken before the first addition.
-            x_rows = None
-            if into_dw1 is not None:
-                x_rows = _gathered("x", x, routing, along_columns=False)
-            targets.adding = True
+                gemms.load(_wgrad(output))
             if into_dw2 is not None:
-                with stage("dw2"):
-                    operands = _along_rows(pending.native), _along_rows(pending.y1s)
-                    gemms.wgrad_down(*operands, into_dw2.tensor, rows.cu_rows, into_dw2.stored)
-                    del operands
-            if settings.frees_stagewise:
-                pending.dout = pending.y1s = pending.native = None
+                found["dw2"] = partial(dw2, into_dw2)
             if into_dw1 is not None:
-                with stage("dw1"):
-                    operands = _along_rows(x_rows), _along_rows(pending.dz)
-                    gemms.wgrad_up(*operands, into_dw1.tensor, rows.cu_rows, into_dw1.stored)
-            targets.adding = False
+                x_rows = _gathered("x", x, pending.routing, along_columns=False)
+                found["dw1"] = partial(dw1, into_dw1, x_rows)
+            yield found
 
     def problem_of(
         self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
@@ -101,9 +105,9 @@ class Mxfp8Engine(QuantisedEngine, ProductsEngine):
 
 @dataclass(eq=False)
 class _MxProducts(Products):
-    """The products of one shape; every argument is named in `MxGemms`."""
+    """The products of one shape; operands as `mx_build` names them."""
 
-    gemms: MxGemms
+    gemms: Gemms
     rows: ExpertRows
     fp8_wgrad: bool
 
@@ -124,24 +128,25 @@ class _MxProducts(Products):
         return MxTensor.of(codes, scales, None, mx.ROW_BLOCK, routing.padded_offsets)
 
     def up(self, x: MxTensor, z: Tensor | None, y1: MxTensor) -> None:
-        operands = _along_columns(x), _along_columns(self.weights.w1)
-        self.gemms.up(*operands, z, _along_columns(y1), self.rows.cu_rows)
+        operands = *_along_columns(x), *_along_columns(self.weights.w1)
+        name = "up_only" if z is None else "up"
+        self.gemms.launch(name, *operands, z, *_along_columns(y1), self.rows.cu_rows)
 
     def up_again(self, x: MxTensor, z: Tensor) -> None:
-        operands = _along_columns(x), _along_columns(self.weights.w1)
-        self.gemms.up_again(*operands, z, self.rows.cu_rows)
+        operands = *_along_columns(x), *_along_columns(self.weights.w1)
+        self.gemms.launch("down", *operands, z, self.rows.cu_rows)
 
     def down(self, y1: MxTensor, y2: Tensor) -> None:
-        operands = _along_columns(y1), _along_columns(self.weights.w2)
-        self.gemms.down(*operands, y2, self.rows.cu_rows)
+        operands = *_along_columns(y1), *_along_columns(self.weights.w2)
+        self.gemms.launch("down", *operands, y2, self.rows.cu_rows)
 
     def dgated(self, dout: MxTensor, z: Tensor, dz: Tensor, y1s: Tensor) -> Tensor:
         """Partial sums `[R, tiles]`."""
-        sizes = self.routing.num_rows, self.gemms.dprob_tiles(self.weights.intermediate_size)
+        sizes = self.routing.num_rows, dprob_tiles(self.weights.intermediate_size)
         partials = torch.empty(sizes, dtype=torch.float32, device=dz.device)
-        operands = _along_columns(dout), _along_rows(self.weights.w2_dgrad)
+        operands = *_along_columns(dout), *_along_rows(self.weights.w2_dgrad)
         prob, cu_rows = self.routing.row_prob, self.rows.cu_rows
-        self.gemms.dgated(*operands, dz, z, y1s, prob, partials, cu_rows)
+        self.gemms.launch("dgated", *operands, dz, z, y1s, prob, partials, cu_rows)
         return partials
 
     def row_sums(self, partials: Tensor, dout: Tensor) -> Tensor:
@@ -159,8 +164,8 @@ class _MxProducts(Products):
         return dz
 
     def dgrad(self, dz: MxTensor, dx_rows: Tensor) -> None:
-        operands = _along_columns(dz), _along_rows(self.weights.w1_dgrad)
-        self.gemms.dgrad(*operands, dx_rows, self.rows.cu_rows)
+        operands = *_along_columns(dz), *_along_rows(self.weights.w1_dgrad)
+        self.gemms.launch("dgrad", *operands, dx_rows, self.rows.cu_rows)
 
     def shown(self, name: str, operand: Any) -> Any:
         return _shown(name, operand) if isinstance(operand, MxTensor) else tap(name, operand)
@@ -191,6 +196,11 @@ def _shown(name: str, q: MxTensor) -> MxTensor:
     return q
 
 
+def _wgrad(output: StackedOutput) -> str:
+    """The variant that adds there."""
+    return "wgrad halves" if output.stored is Stored.HALVES else "wgrad"
+
+
 def _along_columns(q: Any) -> Pair:
     return q.bytes, q.along_columns
 
@@ -202,7 +212,7 @@ def _along_rows(q: Any) -> Pair:
 @contextmanager
 def _launches(
     x: Tensor, settings: EngineSettings, routing: RoutingMetadata
-) -> Iterator[tuple[MxGemms, ExpertRows]]:
+) -> Iterator[tuple[Gemms, ExpertRows]]:
     """The GEMMs of this layer and the rows of this routing, on the caller's stream."""
     gpu = gpu_of(device_name(x))
     with launch_scope(x):

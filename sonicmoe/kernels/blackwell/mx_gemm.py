@@ -11,14 +11,15 @@ matrix is a pair here: uint8 codes, and its scales for the contraction of that p
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from ...enums import ActivationParameters, ActivationType
 from .cute_kernel import CuteKernel
-from .quack_gemm import Launch, Stored, Variants, parameters_text
+from .quack_gemm import Gemms, parameters_text
 
 _HERE = Path(__file__).parent
 _BUILDER = f"{__package__}.mx_build"
@@ -100,90 +101,25 @@ def _kernel(name: str, builder: str, shape: MxShape, special: dict[str, Any]) ->
     )
 
 
-class MxGemms:
-    """The loaded variants of one shape on one device. Every method launches on the current stream
-    and waits for nothing; errors as those of `Variants`.
-    """
-
-    def __init__(self, shape: MxShape, multiprocessors: int) -> None:
-        """For that many multiprocessors, of which a cluster takes two."""
-        self._clusters = multiprocessors // CLUSTER[0]
-        self._variants = Variants(
-            {
-                "up": lambda: up_kernel(shape, store_z=True),
-                "up_only": lambda: up_kernel(shape, store_z=False),
-                "down": lambda: down_kernel(shape),
-                "dgated": lambda: dgated_kernel(shape),
-                "dgrad": lambda: dgrad_kernel(shape),
-                "wgrad": lambda: wgrad_kernel(shape),
-                "wgrad halves": lambda: wgrad_kernel(shape, halves=True),
-            }
-        )
-
-    def dprob_tiles(self, intermediate: int) -> int:
-        """Columns of the partial sums of dprobs."""
-        return -(-intermediate // TILE[1])
-
-    def up(self, x: Pair, w1: Pair, z: Any | None, y1: Pair, cu_rows: Any) -> None:
-        """x `[R, H]`, w1 `[E, N1, H]` -> z bf16 `[R, N1]` unless None, y1 `[R, I]` with its scales."""
-        launch = self._variants["up" if z is not None else "up_only"]
-        launch(*x, *w1, z, *y1, cu_rows, self._clusters)
-
-    def up_again(self, x: Pair, w1: Pair, z: Any, cu_rows: Any) -> None:
-        """The z that `up` would have written: the sums of its kernel, whose tiling this one has."""
-        self._variants["down"](*x, *w1, z, cu_rows, self._clusters)
-
-    def down(self, y1: Pair, w2: Pair, y2: Any, cu_rows: Any) -> None:
-        """y1 `[R, I]`, w2 `[E, H, I]` -> y2 bf16 `[R, H]`."""
-        self._variants["down"](*y1, *w2, y2, cu_rows, self._clusters)
-
-    def dgated(
-        self,
-        dout: Pair,
-        w2: Pair,
-        dz: Any,
-        z: Any,
-        y1s: Any,
-        prob: Any,
-        partials: Any,
-        cu_rows: Any,
-    ) -> None:
-        """dout `[R, H]`, w2 with the scales of a contraction over H, z, prob fp32 `[R]` -> dz bf16
-        `[R, N1]`, y1s bf16 `[R, I]`, partials fp32 `[R, dprob_tiles]`.
-        """
-        self._variants["dgated"](*dout, *w2, dz, z, y1s, prob, partials, cu_rows, self._clusters)
-
-    def dgrad(self, dz: Pair, w1: Pair, dx_rows: Any, cu_rows: Any) -> None:
-        """dz `[R, N1]`, w1 with the scales of a contraction over N1 -> dx_rows bf16 `[R, H]`."""
-        self._variants["dgrad"](*dz, *w1, dx_rows, cu_rows, self._clusters)
-
-    def load_wgrad(self, stored: Stored) -> None:
-        """Load the kernel of gradients that lie so, or raise before anything is added."""
-        self._wgrad(stored)
-
-    def wgrad_down(
-        self, dout: Pair, y1s: Pair, dw2: Any, cu_rows: Any, stored: Stored = Stored.INNER
-    ) -> None:
-        """dout `[R, H]`, y1s `[R, I]`, with the scales of a contraction over the rows -> added to dw2
-        fp32 `[E, H, I]`, or `[E, I, H]`: `stored`.
-        """
-        left, right = (dout, y1s) if stored is Stored.INNER else (y1s, dout)
-        self._wgrad(stored)(*left, *right, dw2, cu_rows, self._clusters)
-
-    def wgrad_up(
-        self, x: Pair, dz: Pair, dw1: Any, cu_rows: Any, stored: Stored = Stored.HIDDEN
-    ) -> None:
-        """x `[R, H]`, dz `[R, N1]` -> added to dw1 fp32 `[E, N1, H]`, or `[E, H, N1]`: `stored`."""
-        # Where memory is contiguous along N1, the operands change places, and so do the result's
-        # axes.
-        left, right = (x, dz) if stored is Stored.INNER else (dz, x)
-        self._wgrad(stored)(*left, *right, dw1, cu_rows, self._clusters)
-
-    def _wgrad(self, stored: Stored) -> Launch:
-        return self._variants["wgrad halves" if stored is Stored.HALVES else "wgrad"]
-
-
 @lru_cache(maxsize=64)
-def mx_gemms(shape: MxShape, multiprocessors: int) -> MxGemms:
-    """The process's GEMMs of a shape."""
-    return MxGemms(shape, multiprocessors)
+def mx_gemms(shape: MxShape, multiprocessors: int) -> Gemms:
+    """The process's GEMMs of a shape: "up", "up_only" (without z), "down", which restores z too, because
+    it has the sums and the tiling of up, "dgated", "dgrad", "wgrad" and "wgrad halves". For so many
+    multiprocessors, of which a cluster takes two.
+    """
+    clusters = multiprocessors // CLUSTER[0]
+    made: dict[Hashable, Callable[[], CuteKernel]] = {
+        "up": partial(up_kernel, shape, store_z=True),
+        "up_only": partial(up_kernel, shape, store_z=False),
+        "down": partial(down_kernel, shape),
+        "dgated": partial(dgated_kernel, shape),
+        "dgrad": partial(dgrad_kernel, shape),
+        "wgrad": partial(wgrad_kernel, shape),
+        "wgrad halves": partial(wgrad_kernel, shape, halves=True),
+    }
+    return Gemms({name: (make, clusters) for name, make in made.items()})
+
+
+def dprob_tiles(intermediate: int) -> int:
+    """Columns of the partial sums of dprobs."""
+    return -(-intermediate // TILE[1])

@@ -10,12 +10,11 @@ Legend: R padded rows in expert order, cut by `cu_rows`; other letters as in `en
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -225,126 +224,65 @@ def _kernel(
     )
 
 
-class Variants:
+class Gemms:
     """The variants of one shape by name. Each is loaded, or compiled, at its first launch: an
     inference process never loads, or compiles, the backward.
     """
 
-    def __init__(self, kernels: Mapping[Hashable, Callable[[], CuteKernel]]) -> None:
-        """`kernels`: what makes each of them."""
-        self._kernels = kernels
+    def __init__(self, variants: Mapping[Hashable, tuple[Callable[[], CuteKernel], int]]) -> None:
+        """variants: what makes each of them, and on how many clusters it runs."""
+        self._variants = variants
         self._loaded: dict[Hashable, Launch] = {}
 
-    def __getitem__(self, name: Hashable) -> Launch:
+    def load(self, name: Hashable) -> Launch:
         """The loaded function; raises CompileForbiddenError or ToolchainError where it is neither
         cached nor to be compiled.
         """
         found = self._loaded.get(name)
         if found is None:
-            found = self._loaded[name] = self._kernels[name]().load()
+            found = self._loaded[name] = self._variants[name][0]().load()
         return found
 
-
-class GroupedGemms:
-    """The loaded variants of one shape on one device. Every method launches on the current stream
-    and waits for nothing; errors as those of `Variants`.
-    """
-
-    def __init__(self, shape: MlpShape, multiprocessors: int) -> None:
-        """For a device of that many multiprocessors, on which the persistent kernels run one thread
-        block each; where tiles come from cluster launch control, the device counts by itself.
+    def launch(self, name: Hashable, *operands: Any) -> None:
+        """Launch one on the current stream, and wait for nothing. operands: those of its builder, but
+        for the number of clusters.
         """
-        self.shape = shape
-        wgrads: dict[Hashable, Callable[[], CuteKernel]] = {
-            (product, stored): functools.partial(_wgrad_kernel, product, shape, None, stored)
-            for product, every in STORED.items()
-            for stored in every
-        }
-        self._variants = Variants(
-            {
-                "up": lambda: up_kernel(shape, store_z=True),
-                "up_only": lambda: up_kernel(shape, store_z=False),
-                "up_again": lambda: up_again_kernel(shape),
-                "down": lambda: down_kernel(shape),
-                "dgated": lambda: dgated_kernel(shape),
-                "dgrad": lambda: dgrad_kernel(shape),
-                **wgrads,
-            }
-        )
-        # Persistent kernels: as many clusters as fit on the device at once, each of which takes
-        # tile after tile. More of them would wait for a place, fewer leave multiprocessors idle.
-        configs = {product: choose_config(product, shape) for product in PRODUCTS}
-        self._clusters = {
-            name: multiprocessors // math.prod(config.cluster) for name, config in configs.items()
-        }
-        # The caller allocates this many columns and sums them afterwards in a fixed order. Adding
-        # them up with atomics inside the GEMM would give other bits in every run.
-        self.dprob_tiles = configs["dgated"].tiles(shape.intermediate)
-
-    def up(
-        self, x: Any, w1: Any, z: Any | None, y1: Any, b1: Any | None, cu_rows: Any, index: Any
-    ) -> None:
-        """x `[T, H]`, w1 `[E, N1, H]`, b1 fp32 `[E, N1]` -> z `[R, N1]` unless None, y1 `[R, I]`."""
-        # Two compiled functions, because a store that is switched off at run time would still cost
-        # its registers.
-        launch = self._variants["up" if z is not None else "up_only"]
-        launch(x, w1, z, y1, b1, cu_rows, index, self._clusters["up"])
-
-    def up_again(self, x: Any, w1: Any, z: Any, b1: Any | None, cu_rows: Any, index: Any) -> None:
-        """The z that `up` would have written."""
-        self._variants["up_again"](x, w1, z, b1, cu_rows, index, self._clusters["up"])
-
-    def down(self, y1: Any, w2: Any, y2: Any, b2: Any | None, cu_rows: Any) -> None:
-        """y1 `[R, I]`, w2 `[E, H, I]`, b2 fp32 `[E, H]` -> y2 `[R, H]`."""
-        # The builder takes a gather index that only `up_again` has; rows of y1 lie in expert order
-        # already.
-        self._variants["down"](y1, w2, y2, b2, cu_rows, None, self._clusters["down"])
-
-    def dgated(
-        self,
-        dout: Any,
-        w2: Any,
-        dz: Any,
-        z: Any,
-        y1s: Any,
-        prob: Any,
-        partials: Any,
-        cu_rows: Any,
-        index: Any,
-    ) -> None:
-        """dout `[T, H]`, w2, z, prob fp32 `[R]` -> dz `[R, N1]`, y1s `[R, I]`, partials fp32 `[R,
-        dprob_tiles]`.
-        """
-        clusters = self._clusters["dgated"]
-        self._variants["dgated"](dout, w2, dz, z, y1s, prob, partials, cu_rows, index, clusters)
-
-    def dgrad(self, dz: Any, w1: Any, dx_rows: Any, cu_rows: Any) -> None:
-        """dz `[R, N1]`, w1 -> dx_rows `[R, H]`."""
-        clusters = self._clusters["dgrad"]
-        self._variants["dgrad"](dz, w1, dx_rows, None, cu_rows, None, clusters)
-
-    def load_wgrad(self, product: str, stored: Stored) -> None:
-        """Load the kernel of "wgrad_down" or "wgrad_up", or raise before anything is added."""
-        self._variants[product, stored]
-
-    def wgrad_down(
-        self, dout: Any, y1s: Any, dw2: Any, cu_rows: Any, index: Any, stored: Stored = Stored.INNER
-    ) -> None:
-        """dout `[T, H]`, y1s `[R, I]` -> added to dw2 fp32 `[E, H, I]`, or `[E, I, H]`: `stored`."""
-        self._wgrad("wgrad_down", stored, dout, y1s, dw2, cu_rows, index)
-
-    def wgrad_up(
-        self, x: Any, dz: Any, dw1: Any, cu_rows: Any, index: Any, stored: Stored = Stored.HIDDEN
-    ) -> None:
-        """x `[T, H]`, dz `[R, N1]` -> added to dw1 fp32 `[E, N1, H]`, or `[E, H, N1]`: `stored`."""
-        self._wgrad("wgrad_up", stored, x, dz, dw1, cu_rows, index)
-
-    def _wgrad(self, product: str, stored: Stored, *operands: Any) -> None:
-        self._variants[product, stored](*operands, self._clusters[product])
+        self.load(name)(*operands, self._variants[name][1])
 
 
 # One object per shape and device type, so that all layers of a model share the loaded functions.
 @lru_cache(maxsize=64)
-def grouped_gemms(shape: MlpShape, multiprocessors: int) -> GroupedGemms:
-    """The process's GEMMs of a shape."""
-    return GroupedGemms(shape, multiprocessors)
+def grouped_gemms(shape: MlpShape, multiprocessors: int) -> Gemms:
+    """The process's GEMMs of a shape: "up", "up_only" (without z), "up_again", "down", "dgated", "dgrad",
+    and of each product in `STORED` and way to store it. For a device of so many multiprocessors, on
+    which the persistent kernels run one thread block each; where tiles come from cluster launch
+    control, the device counts by itself.
+    """
+    # Persistent kernels: as many clusters as fit on the device at once, each of which takes tile
+    # after tile. More of them would wait for a place, fewer leave multiprocessors idle.
+    clusters = {
+        product: multiprocessors // math.prod(choose_config(product, shape).cluster)
+        for product in PRODUCTS
+    }
+    # Two compiled functions for up, because a store that is switched off at run time would still
+    # cost its registers.
+    made: dict[Hashable, tuple[Callable[[], CuteKernel], int]] = {
+        "up": (partial(up_kernel, shape, store_z=True), clusters["up"]),
+        "up_only": (partial(up_kernel, shape, store_z=False), clusters["up"]),
+        "up_again": (partial(up_again_kernel, shape), clusters["up"]),
+        "down": (partial(down_kernel, shape), clusters["down"]),
+        "dgated": (partial(dgated_kernel, shape), clusters["dgated"]),
+        "dgrad": (partial(dgrad_kernel, shape), clusters["dgrad"]),
+    }
+    for product, every in STORED.items():
+        for stored in every:
+            make = partial(_wgrad_kernel, product, shape, None, stored)
+            made[product, stored] = make, clusters[product]
+    return Gemms(made)
+
+
+def dprob_tiles(shape: MlpShape) -> int:
+    """Columns of the partial sums of dprobs, which the caller sums in a fixed order: adding them up with
+    atomics inside the GEMM would give other bits in every run.
+    """
+    return choose_config("dgated", shape).tiles(shape.intermediate)
