@@ -7,11 +7,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from .key import CompileKey
 from .place import Place
 
 MANIFEST = "manifest.json"
-_PLAIN_NAME = re.compile(r"[\w./-]{1,100}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -62,32 +59,32 @@ def verify(key: CompileKey, folder: Place) -> Artefact:
     it was read and is not an artefact of `key`; OSError where it could not be read, or somebody
     else could have planted it.
     """
-    with _about(MANIFEST):
-        manifest = parse_json(file_system.read_text(folder, MANIFEST))
+    name = MANIFEST
     try:
-        # Nesting that the parser survived may still be too deep for a comparison.
-        listed = _listed(key, manifest)
-    except RecursionError:
-        raise DamagedFileError(f"{MANIFEST} is nested too deeply") from None
-    # Only listed files are checked. An additional file, such as one that a network file system
-    # leaves behind after a delete, does no harm.
-    for name, facts in listed.items():
-        with _about(name):
+        manifest = parse_json(file_system.read_text(folder, MANIFEST))
+        # Only listed files are checked. An additional file, such as one that a network file system
+        # leaves behind after a delete, does no harm.
+        for name, facts in _listed(key, manifest).items():
             file_system.check(folder, name, facts)
+    except DamagedFileError as damage:
+        # A name out of a damaged manifest may hold anything, also control sequences of a terminal.
+        raise DamagedFileError(f"{ascii(name)[1:-1]} {damage}") from None
+    except RecursionError:  # nesting that the parser survived, and a comparison does not
+        raise DamagedFileError(f"{MANIFEST} is nested too deeply") from None
     return Artefact(key, folder.path, manifest)
 
 
 def _listed(key: CompileKey, manifest: Any) -> dict[str, FileFacts]:
     """The files of a manifest, after its form, its key and its own checksum were checked."""
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise DamagedFileError(f"{MANIFEST} is no manifest")
+        raise DamagedFileError("is no manifest")
     # The directory name holds only a shortened digest; the record in the manifest is the whole key.
     if not key.accepts(manifest.get("key")):
-        raise DamagedFileError(f"{MANIFEST} belongs to another key")
+        raise DamagedFileError("belongs to another key")
     # Without a checksum of its own, a manifest that lost a line would describe a smaller artefact.
     promised = {name: manifest[name] for name in ("key", "files")}
     if manifest.get("sha256") != _digest(promised):
-        raise DamagedFileError(f"{MANIFEST} does not match its own checksum")
+        raise DamagedFileError("does not match its own checksum")
     try:
         return {
             name: FileFacts(facts["size"], facts["sha256"])
@@ -95,18 +92,7 @@ def _listed(key: CompileKey, manifest: Any) -> dict[str, FileFacts]:
         }
     # Entries of another form, for example of a later version.
     except (KeyError, TypeError):
-        raise DamagedFileError(f"{MANIFEST} describes its files in another form") from None
-
-
-@contextmanager
-def _about(name: str) -> Iterator[None]:
-    """Put the name of a file in front of a finding about it."""
-    try:
-        yield
-    except DamagedFileError as damage:
-        # A name out of a damaged manifest may hold anything, also control sequences of a terminal.
-        shown = name if _PLAIN_NAME.fullmatch(name) else ascii(name)
-        raise DamagedFileError(f"{shown} {damage}") from None
+        raise DamagedFileError("describes its files in another form") from None
 
 
 def _digest(promised: dict[str, Any]) -> str:
