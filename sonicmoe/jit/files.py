@@ -26,11 +26,6 @@ from .place import (
     set_mode,
 )
 
-# What a directory answers that cannot take an artefact.
-_STORAGE = {
-    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE,
-    errno.ENOTDIR, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
-}  # fmt: skip
 # The answers to opening a link, a socket, and a name that no file can have. Other errors say that
 # the file system could not answer, which is no verdict on the entry.
 _NOT_A_FILE = {errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
@@ -57,13 +52,6 @@ def describe_problem(error: OSError) -> str:
     if isinstance(error, UntrustedPlaceError):
         return str(error.strerror)
     return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
-
-
-# Only the errnos above count. A builder's FileNotFoundError, for example, is a missing tool or
-# source and not a broken directory.
-def is_storage_problem(error: BaseException) -> bool:
-    """Whether an exception out of a builder is the directory's fault and not the compiler's."""
-    return isinstance(error, OSError) and error.errno in _STORAGE
 
 
 def names(folder: Place) -> list[str]:

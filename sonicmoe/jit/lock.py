@@ -34,7 +34,7 @@ from .place import FILE_BITS, Place, Trust, inherited_mode, set_mode
 
 Found = TypeVar("Found")
 
-BUILDING, PUBLISHED, FAILED = "building", "published", "failed"
+BUILDING, PUBLISHED = "building", "published"
 _POLL_S = 0.1
 # A waiter looks for the artefact this often, and so returns soon after a publication although the
 # builder still holds the lock.

@@ -20,9 +20,9 @@ from pathlib import Path
 from ..log import logger
 from . import files
 from .errors import CompileError
-from .files import DamagedFileError, describe_problem, is_storage_problem
+from .files import DamagedFileError, describe_problem
 from .key import CompileKey
-from .lock import FAILED, PUBLISHED, KeyLock
+from .lock import PUBLISHED, KeyLock
 from .manifest import MANIFEST, Artefact, describe
 from .place import Place, Trust
 from .reader import ArtefactReader
@@ -145,21 +145,14 @@ class ArtefactStore(ArtefactReader):
         # The random part keeps two builders apart even where the file system has no locks and both
         # hold "the" lock.
         name = f"{key.kernel}-{key.digest}.{socket.gethostname()}.{secrets.token_hex(4)}"
+        # Without a working lock, a directory in staging/ may belong to a live builder.
+        if lock.native:
+            self._sweep(key, lock)
         staging = self.place / "staging" / name
         staging.checked(make=True)
-        try:
-            # Without a working lock, a directory in staging/ may belong to a live builder.
-            if lock.native:
-                self._sweep(key, lock, staging)
-            # Asked before the compiler runs, because a compile takes seconds and a kernel that
-            # cannot be stored is compiled again.
-            files.probe(staging.checked())
-        except BaseException:
-            files.remove_tree(staging)
-            raise
         return staging
 
-    def _sweep(self, key: CompileKey, lock: KeyLock, own: Place) -> None:
+    def _sweep(self, key: CompileKey, lock: KeyLock) -> None:
         """Remove the private directories of killed builds of this key, whose lock the caller holds.
 
         The operating system drops a lock when its holder dies, also by SIGKILL. The caller holds
@@ -168,9 +161,9 @@ class ArtefactStore(ArtefactReader):
         may remove the directory of a live build, which fails or is repeated: no damaged artefact
         becomes visible.
         """
-        folder = own.parent
+        folder = self.place / "staging"
         for name in files.names(folder):
-            if name.startswith(f"{key.kernel}-{key.digest}.") and name != own.name:
+            if name.startswith(f"{key.kernel}-{key.digest}."):
                 pid, host = lock.previous.get("pid", "?"), lock.previous.get("host", "?")
                 logger.warning(
                     "an earlier build of %s (pid %s on %s) ended before it was complete", key, pid, host
@@ -181,36 +174,28 @@ class ArtefactStore(ArtefactReader):
         """Build in the private directory and publish it; leaves nothing behind where that fails."""
         artefact = None
         try:
+            # Asked before the compiler runs, because a compile takes seconds and a kernel that
+            # cannot be stored is compiled again.
+            with self._as_store_problem():
+                files.probe(staging.checked())
             started = time.monotonic()
             builder(staging.path)
             artefact = self._publish(key, staging, time.monotonic() - started)
         except StoreProblemError:
             raise
-        except Exception as error:
-            problem = self._storage_cause(error, staging)
-            if problem:
-                raise StoreProblemError(self.root, problem) from error
+        except Exception:
+            # A compiler on a full disk fails with its own words and its own error type, so a write of
+            # our own tells whether the directory was the cause.
+            with self._as_store_problem():
+                files.probe(staging.checked())
             raise
         finally:
-            # Publication moved the directory away. Otherwise the note must not stay at "building",
-            # or the next host would see a dead holder. It only shortens other hosts' waits.
+            # Publication moved the directory away.
             if artefact is None:
                 files.remove_tree(staging)
-            with suppress(OSError):
-                lock.note(FAILED if artefact is None else PUBLISHED)
+        with suppress(OSError):  # it only shortens other hosts' waits
+            lock.note(PUBLISHED)
         return artefact
-
-    def _storage_cause(self, error: Exception, staging: Place) -> str | None:
-        """Why the directory, and not the builder, failed; or None."""
-        if isinstance(error, OSError) and is_storage_problem(error):
-            return describe_problem(error)
-        # A compiler on a full disk fails with its own words and its own error type, so a write of
-        # our own tells whether the directory was the cause.
-        try:
-            files.probe(staging.checked())
-        except OSError as cause:
-            return describe_problem(cause)
-        return None
 
     def _publish(self, key: CompileKey, staging: Place, seconds: float) -> Artefact:
         """Write the manifest and publish `staging`; if another process was faster, its artefact is
