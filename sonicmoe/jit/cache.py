@@ -217,11 +217,7 @@ class CompileCache:
 
 # One instance per set of directories, so that all callers share the loaded kernels. The limit
 # covers processes that switch configurations, as tests do.
-@lru_cache(maxsize=8)
-def _shared_instance(
-    root: Path, local_root: Path, lock_timeout_s: float, trusted: bool
-) -> CompileCache:
-    return CompileCache(root, local_root, lock_timeout_s=lock_timeout_s, trusted=trusted)
+_shared_instance = lru_cache(maxsize=8)(CompileCache)
 
 
 def default_cache(config: ResolvedConfig | None = None) -> CompileCache:
@@ -230,5 +226,8 @@ def default_cache(config: ResolvedConfig | None = None) -> CompileCache:
     """
     settings = config or current_config()
     return _shared_instance(
-        settings.cache_dir, settings.local_cache_dir, settings.lock_timeout_s, settings.trust_cache
+        settings.cache_dir,
+        settings.local_cache_dir,
+        lock_timeout_s=settings.lock_timeout_s,
+        trusted=settings.trust_cache,
     )

@@ -35,10 +35,7 @@ from .place import FILE_BITS, Place, Trust, inherited_mode, set_mode
 Found = TypeVar("Found")
 
 BUILDING, PUBLISHED = "building", "published"
-_POLL_S = 0.1
-# A waiter looks for the artefact this often, and so returns soon after a publication although the
-# builder still holds the lock.
-_LOOK_S = 2.0
+_POLL_S = 0.25
 _HELD_BY_ANOTHER = {errno.EAGAIN, errno.EACCES}
 # Errors of a file system that has no locks. Any other error, such as a full disk, is a problem of
 # the directory and goes to the caller.
@@ -147,17 +144,14 @@ class KeyLock:
         self._folder.checked(make=True)
         # `monotonic` ignores changes of the wall clock.
         deadline = time.monotonic() + self._timeout_s
-        look_at = time.monotonic() + _LOOK_S
         while not self._lock():
-            now = time.monotonic()
-            if now >= min(look_at, deadline):
-                # Looked for before the deadline counts, so a publication in the last moment does.
-                found = published()
-                if found is not None:
-                    return found
-                if now >= deadline:
-                    raise CompileLockTimeout(self.timeout_message())
-                look_at = now + _LOOK_S
+            # The builder may have published and hang on its way out. Looked for before the deadline
+            # counts, so a publication in the last moment does.
+            found = published()
+            if found is not None:
+                return found
+            if time.monotonic() >= deadline:
+                raise CompileLockTimeout(self.timeout_message())
             time.sleep(_POLL_S)
         # Read before it is overwritten: the sweep of dead builds and the wait for another host's
         # publication both ask how the last holder ended.
@@ -205,9 +199,8 @@ class KeyLock:
     # Repeated calls are harmless: the `finally` of a caller may follow a release of its own.
     def release(self) -> None:
         """Let the next waiter in. Never raises, because the build is over and its result counts."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.release()
+        if self._held is not None:
+            self._held.release()
 
     def published_elsewhere(self) -> bool:
         """Whether the last holder ran on another host and reported a publication that may not be

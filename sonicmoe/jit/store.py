@@ -79,8 +79,6 @@ class ArtefactStore(ArtefactReader):
         lock = self.lock(key)
         with self._as_store_problem():
             # Waiting ends early when the other process publishes; then the lock is not held.
-            # `published` runs about every two seconds during the wait. A holder that has published
-            # and then hangs would otherwise keep every waiter until the timeout.
             found = lock.acquire(lambda: self.lookup(key).artefact)
         if found is not None:
             return found

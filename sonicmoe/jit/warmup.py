@@ -100,13 +100,10 @@ def warm_up(
             pending.append(job)
     for outcome in build_all(pending, cache, compilers(jobs or AUTO)):
         settle(outcome)
-    # Sorted, because the order of completion differs from run to run and reports should not.
-    kernels = tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key)))
-    found = [cache.try_load(job.key()) for job in planned.jobs]
-    report = _report(spec, planned, cache, kernels, found, time.monotonic() - started)
+    report = _report(spec, planned, cache, outcomes, started)
     # A record is the promise that every kernel of the plan is there, for all who share the directory.
     # One that this installation carries is not.
-    there = bool(kernels) and report.complete and not report.carried
+    there = bool(report.kernels) and report.complete and not report.carried
     return replace(report, record=_record(report, cache)) if there else report
 
 
@@ -116,32 +113,30 @@ def check(
     compile_jobs: WarmUpPlan | Sequence[CompileJob],
 ) -> WarmUpReport:
     """Which kernels of `spec` are in the cache, intact; compiles and writes nothing."""
-    started = time.monotonic()
-    planned = _planned(compile_jobs)
-    outcomes = []
-    found = [cache.try_load(job.key()) for job in planned.jobs]
-    for job, artefact in zip(planned.jobs, found, strict=True):
-        state = MISSING if artefact is None else CACHED
-        outcomes.append(KernelOutcome(job.name, str(job.key()), state, 0.0))
-    return _report(spec, planned, cache, tuple(outcomes), found, time.monotonic() - started)
+    return _report(spec, _planned(compile_jobs), cache, (), time.monotonic())
 
 
 def _report(
     spec: ModelSpec,
     planned: WarmUpPlan,
     cache: CompileCache,
-    kernels: tuple[KernelOutcome, ...],
-    found: Sequence[Artefact | None],
-    seconds: float,
+    outcomes: Sequence[KernelOutcome],
+    started: float,
 ) -> WarmUpReport:
-    """Without a record; `found`: the artefacts of the plan's jobs."""
+    """Without a record; `outcomes`: of a warm-up. A check has none: a kernel is there or missing."""
+    found = [cache.try_load(job.key()) for job in planned.jobs]
+    outcomes = outcomes or [
+        KernelOutcome(job.name, str(job.key()), MISSING if artefact is None else CACHED, 0.0)
+        for job, artefact in zip(planned.jobs, found, strict=True)
+    ]
     return WarmUpReport(
         spec,
         planned.precision,
         planned.left_out,
         cache.root,
-        kernels,
-        seconds,
+        # The order of completion differs from run to run, and reports should not.
+        tuple(sorted(outcomes, key=lambda outcome: (outcome.kernel, outcome.key))),
+        time.monotonic() - started,
         record=None,
         local_dir=cache.local_root,
         only_local=0 if cache.local_root == cache.root else _below(cache.local_root, found),
