@@ -232,15 +232,9 @@ def table(found: dict[str, Any]) -> str:
 @timing.json_option
 @click.option("--show", type=click.Path(path_type=Path), help="Print such a file only.")
 def main(
-    only: str,
-    tokens: int,
-    rank: int,
-    rounds: int,
-    ours: bool,
-    quick: bool,
-    json_file: Path | None,
+    only: str, tokens: int, rank: int, rounds: int, ours: bool, quick: bool, json_file: Path | None,
     show: Path | None,
-) -> None:
+) -> None:  # fmt: skip
     """Measure, and print."""
     if show is not None:
         every = json.loads(show.read_text(encoding="utf-8"))["rows"]

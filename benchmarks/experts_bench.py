@@ -237,13 +237,9 @@ def error_table(figures: list[dict[str, Any]]) -> str:
     "--show", multiple=True, type=click.Path(path_type=Path), help="Print such files only."
 )
 def main(
-    only: tuple[str, ...],
-    modes: tuple[str, ...],
-    rounds: int,
-    quick: bool,
-    json_file: Path | None,
+    only: tuple[str, ...], modes: tuple[str, ...], rounds: int, quick: bool, json_file: Path | None,
     show: tuple[Path, ...],
-) -> None:
+) -> None:  # fmt: skip
     """Measure row by row, and print."""
     if show:
         print_tables([row for file in show for row in json.loads(file.read_text())["rows"]])
