@@ -37,21 +37,14 @@ class FakeCuda:
     """
 
     def __init__(self, monkeypatch):
-        self.log, self.allocated, self.peak = [], 0, 0
+        self.log = []
         fakes = {
             "synchronize": lambda *_: self.log.append("sync"),
             "Event": lambda enable_timing: FakeEvent(self),
-            "reset_peak_memory_stats": lambda: setattr(self, "peak", self.allocated),
-            "memory_allocated": lambda: self.allocated,
-            "max_memory_allocated": lambda: self.peak,
             "get_device_properties": lambda _: SimpleNamespace(uuid=UUID),
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-
-    def allocate(self, size):
-        self.allocated += size
-        self.peak = max(self.peak, self.allocated)
 
 
 class FakeEvent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import lzma
+import time
 from pathlib import Path
 
 import loss
@@ -137,6 +138,30 @@ def test_the_emulation_is_the_engine_and_each_product_can_be_left_out(
     # Without that rounding nothing is left but the order of sums.
     monkeypatch.setattr(loss_kinds, "OPERAND", torch.float32)
     assert max(error(results("emulated"), engine)) < 1e-4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_emulation_is_the_engine_and_never_compiles() -> None:
+    """At the sizes of a step, whose time is printed: rows do not depend on the routing."""
+    torch.manual_seed(0)
+    tokens, hidden, inner, experts = 8192, 2048, 1024, 16
+    x, dout = (torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(2))
+    probs, ids = torch.rand(tokens, experts, device="cuda").topk(8)
+    shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
+    weights = [torch.randn(shape, device="cuda") * shape[2] ** -0.5 for shape in shapes]
+    found = {}
+    for kind in ("fp8", "emulated"):
+        for _ in range(2):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            given = [t.detach().clone().requires_grad_() for t in (x, probs, *weights)]
+            out = loss_kinds.experts_of(kind)(given[0], ids, *given[1:])
+            found[kind] = [out.detach(), *torch.autograd.grad(out, given, dout)]
+            torch.cuda.synchronize()
+        print(f"{kind}: {1e3 * (time.perf_counter() - begin):.1f} ms of a layer")
+    for ours, engine in zip(found["emulated"], found["fp8"], strict=True):
+        assert ours.dtype == engine.dtype
+        assert (ours.float() - engine.float()).norm() < 0.04 * engine.float().norm()
 
 
 def test_no_byte_is_read_twice_and_none_that_is_held_out() -> None:
