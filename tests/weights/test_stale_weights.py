@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from framework import IS_PADDLE, numpy, parameter, torch
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from functional.following import Following
 from node.node_harness import Layer, make_problem
 from weights.freed_memory import free
@@ -21,7 +21,8 @@ from sonicmoe.engine.capabilities import REFERENCE
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import EngineName
 from sonicmoe.errors import ConfigError, StaleWeightsError
-from sonicmoe.layer import plan
+from sonicmoe.layer import bound, plan
+from sonicmoe.weights.cache import PreparedWeights
 
 PAGE = Path(__file__).parents[2] / "docs" / "design.md"
 OURS = SonicMoEConfig(engine="auto", fp8_mode="perf")
@@ -60,6 +61,16 @@ class Counting(ReferenceEngine):
     def prepare_weights(self, *arguments):
         self.events.append("made")
         return super().prepare_weights(*arguments)
+
+
+class Blind(Following):
+    """One that looks and finds nothing, as a sample may: an event alone makes it write."""
+
+    name = "blind"
+
+    def __init__(self):
+        super().__init__()
+        self.is_blind = True
 
 
 @pytest.fixture
@@ -108,11 +119,12 @@ class OfNode:
     def invalidate(self):
         self.layer.node.invalidate_caches()
 
-    def move(self):
+    def move(self, which):
         expert = self.layer.experts[1]
-        self.layer.weights[1] = expert.up_gate_proj.weight = parameter(
-            np.float32(numpy(expert.up_gate_proj.weight)[:, ::-1]), torch.bfloat16
-        )
+        module = (expert.up_gate_proj, expert.down_proj)[which]
+        moved = np.float32(numpy(module.weight)[:, ::-1])
+        module.weight = parameter(moved, torch.bfloat16)
+        self.layer.weights[1 + which * len(self.layer.experts)] = module.weight
 
 
 class OfPassed:
@@ -140,8 +152,12 @@ class OfPassed:
     def invalidate(self):
         self.module.invalidate_caches()
 
-    def move(self):
-        self.module.c_fc.weight.data = self.module.c_fc.weight.detach().flip(1).clone()
+    def move(self, which):
+        module = (self.module.c_fc, self.module.c_proj)[which]
+        moved = torch.nn.Parameter(module.weight.detach().flip(1).clone())
+        for _ in range(module.weight._version):  # so that the place alone tells them apart
+            torch.autograd.graph.increment_version(moved)
+        self.before, module.weight = module.weight, moved  # whose memory lives on
 
 
 class OfCopies(OfNode):
@@ -182,7 +198,8 @@ EVENTS = {
     "`node.step()`": {"step": lambda subject: subject.step()},
     "`invalidate_caches()`": {"call": lambda subject: subject.invalidate()},
     "a parameter lies at another address, in another layout or dtype": {
-        "address": lambda subject: subject.move()
+        "up": lambda subject: subject.move(0),
+        "down": lambda subject: subject.move(1),
     },
     "PyTorch: a version counter moved": {"in place": write},
     "PyTorch: a `torch.optim.Optimizer` stepped, any in the process": {
@@ -192,7 +209,11 @@ EVENTS = {
     "other settings, another engine": OTHERS,
 }
 # What is passed is kept for engines that look, and copies are kept whatever the engine does.
-KINDS = {NODE: (Counting, Following), PASSED: (Following,), COPIES: (Counting,)}
+KINDS = {
+    NODE: (Counting, Following, Blind),
+    PASSED: (Following, Blind),
+    COPIES: (Counting,),
+}
 CELLS = [
     pytest.param(row, event, column, cell, kind, id=f"{column[:5]}-{row}-{event}-{kind.name}")
     for row, cells in EVENT_ROWS.items()
@@ -245,6 +266,51 @@ def check_copies(copies, event, happens, of_call, cell):
     assert cell.startswith("stale")
     with pytest.raises(StaleWeightsError, match="are stale"):
         copies.forward()
+
+
+# ---- what else the guard of a node's layer names ----
+
+
+def other_grad_mode(subject, monkeypatch):
+    with torch.no_grad():
+        subject.forward()
+
+
+def other_dtype(subject, monkeypatch):
+    problem = subject.layer.problem
+    with OURS.activate():
+        x = tensor(problem.x, torch.float32)
+        routed = tensor(problem.indices, torch.int64), tensor(problem.probs, torch.float32)
+        subject.layer.node(x, None, *routed)
+
+
+def other_node(subject, monkeypatch):
+    """Of the same layer, with settings of its own."""
+    node = subject.layer.node
+    subject.layer.node = type(node).over(node._state, node.activation_type, config=OURS)
+    subject.forward()
+
+
+def other_capture(subject, monkeypatch):
+    monkeypatch.setattr(bound, "is_capturing", lambda _: True)
+    subject.forward()
+
+
+@pytest.mark.usefixtures("weights_on_a_gpu")
+@pytest.mark.parametrize("change", [other_grad_mode, other_dtype, other_node, other_capture])
+def test_a_call_of_another_kind_binds_the_layer_anew(change, engines, monkeypatch):
+    engines(Counting)
+    subject, reads = OfNode(), []
+    subject.forward()
+    read = PreparedWeights.read
+    monkeypatch.setattr(
+        PreparedWeights, "read", lambda *given, **how: reads.append(1) or read(*given, **how)
+    )
+    for _ in range(2):
+        subject.forward()
+    assert not reads
+    change(subject, monkeypatch)
+    assert reads
 
 
 # ---- a forward without an event ----
