@@ -248,7 +248,7 @@ class TestWhoseTheyAre:
         weight, following.is_blind = moe.get_parameter(f"{name}.weight"), True
         block = weight.detach().numpy().copy()
         weight.data = torch.from_numpy(block)
-        first = [module(moe, x) for _ in range(3)][0]
+        first, *_ = [module(moe, x) for _ in range(3)]
         weight.data = torch.empty(0)
         np.multiply(block, -1.5, out=block)
         weight.data = torch.from_numpy(block)
