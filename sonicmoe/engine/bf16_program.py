@@ -120,10 +120,10 @@ low_rank when up_b_t
 # The gradients of factors: sums over an expert's rows of narrow^T rows, or of rows^T narrow.
 _ADAPTERS = """
 low_rank
-    narrow_gradient x none? true false up_v none? ROWS false parts d_up_a stream when d_up_a
-    narrow_gradient dz none? false false up_u none? ROWS true parts d_up_b stream when d_up_b
-    narrow_gradient y1s none? false false down_v none? ROWS false parts d_down_a stream when d_down_a
-    narrow_gradient dout none? true false down_u row_prob ROWS true parts d_down_b stream
+    narrow_gradient x none? true false up_v none? ROWS false parts? d_up_a stream when d_up_a
+    narrow_gradient dz none? false false up_u none? ROWS true parts? d_up_b stream when d_up_b
+    narrow_gradient y1s none? false false down_v none? ROWS false parts? d_down_a stream when d_down_a
+    narrow_gradient dout none? true false down_u row_prob ROWS true parts? d_down_b stream
         when d_down_b
 """
 

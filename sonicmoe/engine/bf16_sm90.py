@@ -82,7 +82,8 @@ def passes_on(
     sources = bf16_sources(arch, activation, dtype, rows_first, separate, low_rank)
     gemm, dgated = (sources[name].load() for name in ("bf16_gemm", "bf16_dgated"))
     others = [source.load() for source in cuda_sources(arch)]
-    others += [low_rank_source(arch).load()] * low_rank
+    if low_rank:
+        others.append(low_rank_source(arch).load())
     modules = gemm, dgated, expert_rows_module(arch), *others
     kernels = exported_by(modules, (*KERNELS, *OF_ADAPTERS))
     # Of addresses that stay, as parameters' do, maps are encoded once.

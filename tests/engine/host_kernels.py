@@ -38,6 +38,7 @@ RECIPE = RECIPES[HOPPER.recipes[0]]
 BY_ROWS, BY_BLOCKS = rows(128), iso(128)
 OF_W1, OF_DZ = RECIPE.w1, RECIPE.dz
 PLAIN = PlainKernels()
+FEW_ROWS = 300  # whose sums `narrow_gradient` does not divide
 DPROB_COLUMNS = 0  # set to what the module under test was built with
 
 
@@ -161,13 +162,15 @@ def prepare_factor(source, straight, transposed, stream):
 
 
 def gradient_parts(rows, experts, wide, width, rank):
-    return 3
+    """Sums of few rows need none."""
+    return 3 if rows > FEW_ROWS else 0
 
 
 def narrow_gradient(
     given, scale, gathers, transposed, narrow, row_prob, row_token, padded_offsets, wide_first, parts, out, stream
 ):  # fmt: skip
-    assert at(parts, "float32").numel() >= 3
+    if narrow.shape[0] > FEW_ROWS:
+        assert at(parts, "float32").numel() >= 3
     if transposed:
         rows = values(given, scale, BY_BLOCKS).T
         rows = torch.where((at(row_token, "int32") >= 0).unsqueeze(1), rows, 0.0)
