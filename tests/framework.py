@@ -77,13 +77,6 @@ def relative_rmse(actual, golden):
     return float(np.linalg.norm(actual - golden) / norm) if norm else float(np.linalg.norm(actual))
 
 
-def cosine(actual, golden):
-    """Cosine of the angle between two arrays, in fp64 (1 when both vanish)."""
-    a, b = np.asarray(actual, np.float64).ravel(), np.asarray(golden, np.float64).ravel()
-    norms = np.linalg.norm(a) * np.linalg.norm(b)
-    return float(a @ b / norms) if norms else float(np.array_equal(a, b))
-
-
 def recomputed(function, *arguments, use_reentrant=True):
     """Either framework's activation recompute: the forward runs now, and again in backward."""
     if IS_PADDLE:

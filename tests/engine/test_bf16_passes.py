@@ -32,10 +32,8 @@ from oracle.golden import scene_of
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.targets import GradientTargets
-from sonicmoe.enums import ActivationType
 from sonicmoe.layouts import WeightLayout
 
-GELU = ActivationType.GELU
 OURS = Bf16Engine()
 
 

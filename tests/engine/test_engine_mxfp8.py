@@ -31,7 +31,6 @@ from sonicmoe.engine.capabilities import MXFP8, missing_package
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import Workload
 from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType, ZCode
@@ -41,7 +40,7 @@ from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant.recipes import RECIPES
 
 MX = EngineSettings(recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)
-OURS, REFERENCE = Mxfp8Engine(), ReferenceEngine()
+OURS = Mxfp8Engine()
 T, H, I = 90, 160, 288
 
 

@@ -64,6 +64,3 @@ def test_rows_of_a_gpu(on_host):
         longer, wanted = numpy(getattr(routing, name)), numpy(getattr(exact, name))
         assert (longer[: len(wanted)] == wanted).all(), name
         assert (longer[len(wanted) :] == (0 if name == "row_prob" else -1)).all(), name
-
-
-COUNTS = tensor(np.array([2, 3]), torch.int64)
