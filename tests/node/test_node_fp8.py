@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from functools import partial
 
 import numpy as np
 import pytest
@@ -174,15 +173,6 @@ class TestBothWays:
             wanted = layer.result(layer.step(decoded, decoded))
         assert_same_bits(got, wanted)
 
-    @pytest.mark.parametrize("use_reentrant", [True, False])
-    def test_activation_recompute(self, problem, way, use_reentrant):
-        if IS_PADDLE and way.name == "x":
-            pytest.skip("TestPaddlesOwnGradient has Paddle's")
-        arrived, again = way.of(problem), partial(recomputed, use_reentrant=use_reentrant)
-        call = way.call(bf16_layer(problem), arrived, through=again).backward()
-        np.testing.assert_array_equal(call.dx, way.wanted(problem, arrived).dx)
-        assert way.name == "x" or len(way.source.asked) == 1
-
     @pytest.mark.parametrize("fp8_wgrad", [True, False], ids=["fp8_wgrad", "plain_wgrad"])
     def test_a_dumped_step_is_healthy_and_holds_the_codes(self, problem, way, fp8_wgrad, tmp_path):
         config = SonicMoEConfig(engine="reference", fp8_mode="perf", fp8_wgrad=fp8_wgrad)
@@ -300,15 +290,6 @@ class TestGradients:
         call.backward()
         (asked,) = source.asked
         assert tuple(asked.shape) == (37, 256) and np.isnan(numpy(asked)).all()
-
-    def test_several_calls_are_outstanding(self, problem):
-        """Each backward asks the source of its own forward."""
-        layer = bf16_layer(problem)
-        gradients = [quantised(problem.dout * scale) for scale in (1.0, 3.0)]
-        calls = [GradientCall(layer, Source(gradient)) for gradient in gradients]
-        for call, gradient in reversed(list(zip(calls, gradients, strict=True))):
-            call.backward()
-            np.testing.assert_array_equal(call.dx, run(problem, ISO128, gradient).dx)
 
     def test_codes_are_freed_when_the_backward_is_over(self, problem):
         layer, source = bf16_layer(problem), Source(quantised(problem.dout))
