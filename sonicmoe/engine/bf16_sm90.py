@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..enums import ActivationType, is_glu
 from ..errors import ConfigError
-from ..interop import count_write, current_stream, device_name, dtype_name, empty, free
+from ..interop import count_write, current_stream, device_name, dtype_name, empty
 from ..kernels import cuda_sources
 from ..kernels.cuda_wgrad import expert_rows_module, low_rank_source
 from ..kernels.host import program_source
@@ -29,7 +30,7 @@ from .footprint import MAX_KNOWN
 from .gradient_places import GradientPlaces, wgrad_destination
 from .interface import EngineWeights
 from .products import plain_operand, write_zeros
-from .routed_layer import Operands, RoutedLayer
+from .routed_layer import Operands, RoutedLayer, add_products
 from .routed_passes import (
     FACTORS,
     OF_ADAPTERS,
@@ -148,7 +149,8 @@ class Bf16Layer(RoutedLayer):
     def _prepare(
         self, x: Tensor, weights: EngineWeights, settings: EngineSettings, backward: bool
     ) -> Passes:
-        self.dtype, stream = x.dtype, current_stream(x)
+        self.dtype = self.narrow_dtype = x.dtype
+        stream = current_stream(x)
         prepared = weights.native
         if prepared is None or prepared.settings is not settings:
             prepared = Prepared(settings)
@@ -156,10 +158,6 @@ class Bf16Layer(RoutedLayer):
         passes, handle = prepared.passes(weights, x, stream, backward)
         self._given = {"weights": handle, "stream": stream, "halves": weights.layout.split_half}
         return passes
-
-    @property
-    def narrow_dtype(self) -> torch.dtype:
-        return self.dtype
 
     def empty_z(self) -> Tensor:
         return self._empty_rows(self._weights.n1)
@@ -289,38 +287,20 @@ def add_gradients(
     dz = plain_operand(pending.dz)
     kernels = wgrad_on(device_name(dz), dtype_name(dz.dtype))
     sizes = int(plain_tokens(pending.x).shape[1]), int(pending.y1s.shape[1])
-    launch = {
+    shared = {
         "routing": kernels.routed(pending.routing, *sizes).routing,
         "stream": current_stream(dz),
         "multiprocessors": pending.settings.gemm_num_sms,
     }
     del dz  # its memory may be wanted before the end
     order = pending.split_half, is_glu(pending.settings.activation)
-    dw1, dw2 = _destinations(kernels, targets, *order)
-    is_late = targets.make_down is not None
-    targets.adding = True
-    if biases is not None:
-        targets.add_biases(*biases, split_half=pending.split_half)
-    if is_late:
-        # dz is larger than y1s, and its memory is free for dw2.
-        _add(kernels, launch, pending, dw1, None)
-        if pending.donated:
-            free(plain_operand(pending.dz))
-        pending.x = pending.dz = dw1 = None
-        targets.take_down()
-        _, dw2 = _destinations(kernels, targets, *order)
-    elif pending.settings.frees_stagewise:
-        _add(kernels, launch, pending, None, dw2)
-        pending.dout = pending.y1s = dw2 = None
-    _add(kernels, launch, pending, dw1, dw2)
-    targets.adding = False
 
+    def launch(dw1: Any, dw2: Any) -> None:
+        given = {"x": pending.x, "dout": pending.dout, "dz": pending.dz, "y1s": pending.y1s}
+        kernels.wgrad(**shared, **given, dw1=dw1, dw2=dw2)
 
-def _add(
-    kernels: Wgrad, launch: Mapping[str, Any], pending: PendingWgrad, dw1: Any, dw2: Any
-) -> None:
-    given = {"x": pending.x, "dout": pending.dout, "dz": pending.dz, "y1s": pending.y1s}
-    kernels.wgrad(**launch, **given, dw1=dw1, dw2=dw2)
+    find = partial(_destinations, kernels, targets, *order)
+    add_products(pending, targets, find, launch, pending.settings.frees_stagewise, biases)
 
 
 def _destinations(

@@ -16,7 +16,6 @@ from ..enums import ActivationType, EngineName
 from ..errors import ConfigError, expect
 from ..jit.plan import BF16, BOTH, FP8, NEITHER, PRECISIONS, CompileJob, ModelSpec, WarmUpPlan
 from ..kernels import EVERY_RUN
-from ..quant.recipes import RECIPES
 from .capabilities import RECORDS, EngineRecord, missing_package, problem
 from .settings import EngineSettings, Workload
 
@@ -149,16 +148,8 @@ def _reason(record: EngineRecord, workload: Workload, arch: str) -> str | None:
 
 
 def _workload(spec: ModelSpec, config: ResolvedConfig) -> Workload:
-    # Only what decides which kernels a run loads; `frees_stagewise` and the like change no kernel.
-    settings = EngineSettings(
-        ActivationType(spec.activation),
-        RECIPES[config.recipe] if config.fp8 else None,
-        fp8_wgrad=config.fp8_wgrad,
-        save_z=config.save_z,
-        recompute_z=config.recompute_z,
-        gemm_num_sms=config.gemm_num_sms,
-        activation_parameters=spec.activation_parameters,
-    )
+    own = ActivationType(spec.activation), spec.activation_parameters
+    settings = EngineSettings.from_config(config, *own)
     # fp32 master weights are rounded to the dtype of the tokens.
     dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
     return Workload(settings, spec.H, spec.I, dtype)

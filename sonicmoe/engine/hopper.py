@@ -14,6 +14,7 @@ by `routing.num_rows`, adds in a fixed order: equal calls give equal bits.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from ..quant.tokens import to_bfloat16
 from .bf16 import Bf16Engine
 from .border import require_operands
 from .hopper_layer import HopperLayer
-from .hopper_passes import TOKEN_NAMES, token_arguments
+from .hopper_passes import token_arguments
 from .products import write_zeros
 from .quantised_engine import QuantisedEngine
-from .routed_layer import RoutedEngine
+from .routed_layer import RoutedEngine, add_products
 from .settings import EngineSettings, GradientMode
 from .targets import GradientTargets
 from .tokens import PendingWgrad, Tokens
@@ -81,11 +82,7 @@ class HopperEngine(RoutedEngine, QuantisedEngine):
             # Both at once take two launches fewer, and memory for the operands of both. Fresh
             # memory of gradients is there besides.
             both = targets.up.first is not None and targets.down.first is not None
-            _add(pending, targets, settings.frees_stagewise or is_written or not both)
-            if biases is not None:
-                targets.adding = True
-                targets.add_biases(*biases, split_half=False)
-                targets.adding = False
+            _add(pending, targets, settings.frees_stagewise or is_written or not both, biases)
         pending.x = pending.dout = pending.dz = pending.y1s = pending.biases = None
 
     def writes_gradients(self, settings: EngineSettings, device: str) -> bool:
@@ -107,51 +104,34 @@ def _decoded(tokens: Tokens | None) -> Tokens | None:
     return to_bfloat16(tokens) if isinstance(tokens, BlockScaledTensor) else tokens
 
 
-def _add(pending: PendingWgrad, targets: GradientTargets, one_by_one: bool) -> None:
-    """Both weight gradients. one_by_one: each frees its operands before the next begins, so that the
-    other's need not lie beside its own.
-    """
+def _add(
+    pending: PendingWgrad,
+    targets: GradientTargets,
+    one_by_one: bool,
+    biases: tuple[Tensor, Tensor] | None,
+) -> None:
+    """See `add_products`."""
     passes, native = pending.native.passes, pending.native
     # One scratch serves both products. The second must not have to ask for memory when the first
     # has been added already.
     buffer, last = ("dw_scratch", "x_t_scale") if one_by_one else ("wgrad_scratch", "dout_t_scale")
     scratch = empty((native.ends[buffer, last],), torch.uint8, native.device)
-    launch = {
-        "routing": native.routing,
-        # Not the layer's: weight gradients that are put off may run on another stream.
-        "stream": current_stream(pending.dz),
-        "multiprocessors": pending.settings.gemm_num_sms,
-        "wgrad_scratch": None if one_by_one else scratch,
-        "dw_scratch": scratch if one_by_one else None,
-    }
+    # Not the layer's: weight gradients that are put off may run on another stream.
+    stream, multiprocessors = current_stream(pending.dz), pending.settings.gemm_num_sms
 
-    into, is_late = passes.gradients(targets), targets.make_down is not None
-    targets.adding = True
-    if not one_by_one:
-        tokens = {**token_arguments("x", pending.x), **token_arguments("dout", pending.dout)}
-        passes.wgrad(**launch, **tokens, dz=pending.dz, y1s=pending.y1s, **into)
-    # dz is larger than y1s, and late memory of dw2 may take its place.
-    for name in () if not one_by_one else ("dw1", "dw2") if is_late else ("dw2", "dw1"):
-        if is_late and name == "dw2":
-            targets.take_down()
-            into = passes.gradients(targets)
-        operands = _taken(pending, name)
-        # A product that nobody wants is left out.
-        if targets.wants(name):
-            passes.wgrad(**{**_NOTHING, **launch, **operands, name: into[name]})
-        del operands
-    targets.adding = False
+    def launch(dw1: Any, dw2: Any) -> None:
+        passes.wgrad(
+            routing=native.routing,
+            stream=stream,
+            multiprocessors=multiprocessors,
+            **token_arguments("x", None if dw1 is None else pending.x),
+            **token_arguments("dout", None if dw2 is None else pending.dout),
+            dz=pending.dz,
+            y1s=pending.y1s,
+            dw1=dw1,
+            dw2=dw2,
+            wgrad_scratch=None if one_by_one else scratch,
+            dw_scratch=scratch if one_by_one else None,
+        )
 
-
-_NOTHING = dict.fromkeys((*TOKEN_NAMES["x"], *TOKEN_NAMES["dout"], "dz", "y1s", "dw1", "dw2"))
-
-
-def _taken(pending: PendingWgrad, name: str) -> dict[str, Any]:
-    """The operands of a product, which `pending` then keeps no longer."""
-    if name == "dw1":
-        found = {**token_arguments("x", pending.x), "dz": pending.dz}
-        pending.x = pending.dz = None
-    else:
-        found = {**token_arguments("dout", pending.dout), "y1s": pending.y1s}
-        pending.dout = pending.y1s = None
-    return found
+    add_products(pending, targets, partial(passes.gradients, targets), launch, one_by_one, biases)

@@ -187,7 +187,7 @@ class HopperLayer(RoutedLayer):
     def _dgrad_order(self, *names: str) -> Any:
         """The handle of weights whose contraction over forward's rows is contiguous."""
         # Else it is of these matrices alone, transposed for the next call.
-        if self._prepared.has_dgrad:
+        if self._weights.two_orders:
             return self._prepared.handle
         held = {name: getattr(self._weights, f"{name}_dgrad") for name in names}
         matrices = {f"{n}_dgrad": transposed(q) for n, q in held.items()}

@@ -11,19 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..enums import ActivationType, ZCode
-from ..errors import ConfigError, ShapeError, expect
-from ..kernels import aggregate_source, routing_metadata_source
-from ..kernels.cuda_quantize import quantize_source
-from ..kernels.cuda_wgrad import (
-    bias_gradients_source,
-    low_rank_source,
-    wgrad_operands_source,
-)
-from ..kernels.host import program_source
-from ..kernels.sm90 import gemm_sources, launch_parameters
+from ..errors import ShapeError
+from ..kernels.sm90 import engine_sources, launch_parameters
 from ..quant.format import BlockScaledTensor, Orientation
 from ..routing.backends import arch_of
-from ..routing.metadata import ROW_ALIGNMENT
 from .gradient_places import wgrad_destination
 from .hopper_program import BINDS, GATES, KERNELS, PASSES, RECIPE, VOCABULARY, WEIGHTS
 from .interface import EngineSettings, EngineWeights
@@ -33,18 +24,13 @@ from .targets import GradientTargets
 
 Tensor = torch.Tensor
 KeptZ = BlockScaledTensor | Tensor  # 8-bit codes, or bf16
-# `Passes` refuses kernels that were built for others.
-SCALE_BLOCK, GATE_UP_BLOCK = RECIPE.w2.rows, RECIPE.w1.rows
 Z_BLOCK = RECIPE.z
 
 
 class PreparedHandle(NamedTuple):
-    """The native handle of prepared weights, and the passes that take it under these settings.
-    has_dgrad: the handle refers to backward's order too, which `iso_weight` does not keep.
-    """
+    """The native handle of prepared weights, and the passes that take it under these settings."""
 
     handle: Any
-    has_dgrad: bool
     passes: Passes
     settings: EngineSettings
     adapters: Adapters | None = None
@@ -69,8 +55,6 @@ class Passes(RoutedPasses):
             kernels: functions by the names their modules export, and `wgrad_destination`, which
                 makes what `grouped_wgrad` adds to.
         """
-        # A kernel of other blocks would read scales at wrong places without an error.
-        _check_numbers(native.numbers())
         super().__init__(native, kernels, VOCABULARY, PASSES, BINDS)
         self._activations = [tuple(map(str, exported)) for exported in activations]
         self._make_destination: Any = kernels.get("wgrad_destination")
@@ -87,17 +71,17 @@ class Passes(RoutedPasses):
             found |= zip(names, launch_parameters(exported, *own), strict=True)
         return found
 
-    def gradients(self, targets: GradientTargets) -> dict[str, Any]:
-        """The arguments of `wgrad` that say where gradients are added or written."""
-        # Where the memory is known, nobody looks for its destinations.
-        return targets.once((self, targets.mode), lambda: self._gradients_into(targets))
-
-    def _gradients_into(self, targets: GradientTargets) -> dict[str, Any]:
+    def gradients(self, targets: GradientTargets) -> tuple[Any, Any]:
+        """Where dw1 and dw2 are added or written, as `wgrad` takes it; None for one that nobody wants."""
         up, down, how = targets.up, targets.down, (self._make_destination, targets.mode)
-        return {
-            "dw1": wgrad_destination(up, *how, parts=up.layout.split_half),
-            "dw2": wgrad_destination(down, *how, parts=False),
-        }
+
+        def find() -> tuple[Any, Any]:
+            dw1 = wgrad_destination(up, *how, parts=up.layout.split_half)
+            dw2 = wgrad_destination(down, *how, parts=False)
+            return dw1 if targets.wants("dw1") else None, dw2 if targets.wants("dw2") else None
+
+        # Where the memory is known, nobody looks for its destinations.
+        return targets.once((self, targets.mode), find)
 
     def weights_of(self, matrices: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
         """The handle of block-scaled weights and biases by their names in `EngineWeights`, of the
@@ -119,7 +103,7 @@ class Passes(RoutedPasses):
 
 
 # Not composed in every call: keywords that are no literals are compared letter by letter.
-TOKEN_NAMES = {
+_TOKEN_NAMES = {
     "x": ("x", "x_codes", "x_scale"),
     "dout": ("dout", "dout_codes", "dout_scale"),
 }
@@ -127,7 +111,7 @@ TOKEN_NAMES = {
 
 def token_arguments(name: str, tokens: Tensor | BlockScaledTensor | None) -> dict[str, Any]:
     """The arguments of a pass for tokens, or their gradients: values, or codes and scales."""
-    of_values, of_codes, of_scale = TOKEN_NAMES[name]
+    of_values, of_codes, of_scale = _TOKEN_NAMES[name]
     if isinstance(tokens, BlockScaledTensor):
         return {of_values: None, of_codes: tokens.bytes, of_scale: tokens.scale_inv}
     return {of_values: tokens, of_codes: None, of_scale: None}
@@ -150,27 +134,18 @@ def prepared_handle(
     """The handle of prepared weights, kept beside the tensors it refers to, so that it lives as long
     as they do and no longer. backward: of which pass factors of adapters are to be in it.
     """
-    both = weights.two_orders
-    names = ("w1", "w2", "b1", "b2", *(("w1_dgrad", "w2_dgrad") if both else ()))
+    # `iso_weight` does not keep backward's order.
+    own = ("w1_dgrad", "w2_dgrad") if weights.two_orders else ()
+    names = ("w1", "w2", "b1", "b2", *own)
     matrices = {name: getattr(weights, name) for name in names}
     factors = factors_of(
         weights.adapters, passes.kernels, torch.bfloat16, settings, backward, stream
     )
     numbers = passes.numbers(settings, weights.adapters)
     handle = passes.weights_of({**matrices, **factors}, numbers)
-    held = PreparedHandle(handle, both, passes, settings, weights.adapters, backward)
+    held = PreparedHandle(handle, passes, settings, weights.adapters, backward)
     object.__setattr__(weights, "native", held)
     return held
-
-
-def _check_numbers(built: Mapping[Any, Any]) -> None:
-    for name, value in (
-        ("row_alignment", ROW_ALIGNMENT),
-        ("scale_block", SCALE_BLOCK),
-        ("gate_up_block", GATE_UP_BLOCK),
-    ):
-        words = f"the passes were built with {name} = {built[name]}; this package has {value}"
-        expect(int(built[name]) == value, ConfigError, words)
 
 
 @functools.lru_cache(maxsize=64)
@@ -184,12 +159,9 @@ def passes_on(
     """The compiled passes over the compiled kernels of a device, an activation, a form of z, and
     whether there are biases and low-rank adapters; errors as `CudaSource.load`.
     """
-    arch = arch_of(device)
-    up, dgated, wgrad = gemm_sources(arch, activation, z, bias, low_rank)
-    always = routing_metadata_source, aggregate_source, quantize_source, wgrad_operands_source
-    others = [bias_gradients_source] * bias + [low_rank_source] * low_rank
-    modules = [source.load() for source in (up, dgated, wgrad)]
-    modules += [source(arch).load() for source in (*always, *others)]
+    sources = engine_sources(arch_of(device), activation, z, bias, low_rank)
+    # The GEMMs come first, and what replays programs last.
+    *modules, native = [source.load() for source in sources]
     kernels = exported_by(modules, (*KERNELS, *OF_ADAPTERS, "wgrad_destination"))
     activations = modules[0].activation_names(), modules[1].activation_names()
-    return Passes(program_source(arch).load(), activations, kernels)
+    return Passes(native, activations, kernels)

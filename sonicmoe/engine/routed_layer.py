@@ -20,8 +20,9 @@ from ..quant.format import BlockScaledTensor
 from ..routing.metadata import RoutingMetadata
 from .border import check_dout, check_forward
 from .interface import Engine, EngineWeights
-from .low_rank import NO_ROWS, Narrow
+from .low_rank import NO_ROWS, Adapters, Narrow
 from .settings import EngineSettings
+from .targets import GradientTargets
 from .tokens import PendingWgrad, Saved, Tokens
 
 Tensor = torch.Tensor
@@ -41,13 +42,14 @@ class RoutedLayer(ABC):
 
     dtype, device: of out and dx; the dtype is `token_dtype` of the tokens.
     routed: the routing as passes take it.
-    u, v: of adapters. Passes fill u where z is computed, and v in dgated.
+    u, v: of adapters, in narrow_dtype. Passes fill u where z is computed, and v in dgated.
     biases: memory of db1 `[E, N1]` and db2 `[E, H]`, which dgated fills where it is there.
     db: `factor_gradients` of the factors in with_dgated, whose gradients dgated sums.
     parts_of_b: the kernel that says how much memory sums of second factors need.
     """
 
     dtype: torch.dtype
+    narrow_dtype: torch.dtype
     with_dgated: str
     parts_of_b: str
     u: Narrow = NO_ROWS
@@ -75,11 +77,6 @@ class RoutedLayer(ABC):
     ) -> Any:
         """The passes for these weights, and what a call needs to know of x and them."""
 
-    @property
-    @abstractmethod
-    def narrow_dtype(self) -> torch.dtype:
-        """Of u and v."""
-
     @abstractmethod
     def empty_z(self) -> Any:
         """Unwritten `[R, N1]`."""
@@ -100,18 +97,10 @@ class RoutedLayer(ABC):
         """So much of a buffer that a part of it, and all before, have room."""
         return empty((self.routed.ends[buffer, last],), torch.uint8, self.device)  # type: ignore[no-any-return]
 
-    def empty_narrow(self) -> Tensor | None:
-        """Memory of a `Narrow`, unwritten; None without adapters."""
-        adapters = self._weights.adapters
-        if adapters is None:
-            return None
+    def empty_narrow(self, adapters: Adapters) -> Tensor:
+        """Memory of a `Narrow`, unwritten."""
         size = self._routing.num_rows, sum(adapters.widths)
         return empty(size, self.narrow_dtype, self.device)  # type: ignore[no-any-return]
-
-    def narrow(self, memory: Tensor | None) -> Narrow:
-        """What lies in such memory."""
-        adapters = self._weights.adapters
-        return NO_ROWS if adapters is None else Narrow.within(memory, adapters.widths)
 
     @abstractmethod
     def forward(self, x: Any, z: Any, out: Tensor | None) -> None:
@@ -204,8 +193,8 @@ class RoutedEngine(Engine):
             z = layer.empty_z() if save and not settings.recompute_z else None
             out, projected = empty(tuple(x.shape), layer.dtype, layer.device), None
             if weights.adapters is not None:
-                projected = layer.empty_narrow()
-                layer.u = layer.narrow(projected)
+                projected = layer.empty_narrow(weights.adapters)
+                layer.u = Narrow.within(projected, weights.adapters.widths)
             layer.forward(x, z, out)
             saved = Saved(settings, routing, x, z, projected=projected) if save else None
             return tap("out", out), saved
@@ -227,8 +216,8 @@ class RoutedEngine(Engine):
                 dout = dout.to(layer.dtype)
             dout = _aligned(dout)
             if weights.adapters is not None:
-                layer.u = layer.narrow(saved.projected)
-                layer.v = layer.narrow(layer.empty_narrow())
+                memory = saved.projected, layer.empty_narrow(weights.adapters)
+                layer.u, layer.v = (Narrow.within(m, weights.adapters.widths) for m in memory)
                 layer.db = layer.factor_gradients(layer.with_dgated)
             z = layer.restored_z(x, saved)
             if saved.wants_biases:
@@ -261,6 +250,38 @@ class RoutedEngine(Engine):
             if settings.frees_stagewise:
                 saved.x = None
             return dx, dprobs, pending
+
+
+def add_products(
+    pending: PendingWgrad,
+    targets: GradientTargets,
+    find: Callable[[], tuple[Any, Any]],
+    launch: Callable[[Any, Any], None],
+    one_by_one: bool,
+    biases: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Add or write both weight gradients, and the sums `biases`, whose order is that of dz.
+
+    find: the destinations of dw1 and dw2, None for one that nobody wants. launch: the products into
+    those that there are. one_by_one: the operands of one are freed before the next begins.
+    """
+    (dw1, dw2), is_late = find(), targets.make_down is not None
+    targets.adding = True
+    if biases is not None:
+        targets.add_biases(*biases, split_half=pending.split_half)
+    if is_late:
+        # dz is larger than y1s, and its memory is free for dw2.
+        launch(dw1, None)
+        if pending.donated:
+            free(pending.dz)
+        pending.x = pending.dz = dw1 = None
+        targets.take_down()
+        _, dw2 = find()
+    elif one_by_one:
+        launch(None, dw2)
+        pending.dout = pending.y1s = dw2 = None
+    launch(dw1, dw2)
+    targets.adding = False
 
 
 def _free(z: Tensor | BlockScaledTensor) -> None:
