@@ -8,7 +8,7 @@ Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +94,12 @@ class StepSettings:
             raise DumpError(f"settings of a step: {error}") from None
 
     def names(self) -> dict[str, Any]:
-        flags = {flag.field: getattr(self.flags, flag.field) for flag in STEP_FLAGS}
-        return {
-            "activation": self.activation,
-            "recipe": self.recipe,
-            "dtype": self.dtype,
-            "engine": self.engine,
-            "activation_parameters": self.activation_parameters,
-            **{
-                name: value if isinstance(value, bool) else spelling(value)
-                for name, value in flags.items()
-            },
+        """What `of` takes, as JSON has it."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "flags"}
+        values = {flag.field: getattr(self.flags, flag.field) for flag in STEP_FLAGS}
+        return own | {
+            name: value if isinstance(value, bool) else spelling(value)
+            for name, value in values.items()
         }
 
     @property
