@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu.engine_cases import ARCH, BF16, DEVICE, FP8, build, make_case
 from gpu.kernel_checks import poisoned
+from pairwise import pairwise
 
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.hopper import HopperEngine
@@ -118,9 +119,10 @@ def test_narrow_rows(module, kind, width):
         assert not out[~given.real].any()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "transposed codes"])
-@pytest.mark.parametrize("rank", [3, 16, 40, 64, 128])
-@pytest.mark.parametrize("wide_first", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "rank", "wide_first"),
+    pairwise([*KINDS, "transposed codes"], [3, 16, 40, 64, 128], [False, True]),
+)
 def test_narrow_gradient(module, kind, rank, wide_first):
     """Also of few experts with many rows, which several CTAs share; bit for bit again."""
     width = -(-rank // 8) * 8
