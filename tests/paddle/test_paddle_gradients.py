@@ -11,7 +11,7 @@ from ernie import assert_weight_gradients, paddle, plain_moe
 from framework import numpy, relative_rmse, tensor, torch
 from node.node_harness import Layer
 
-from sonicmoe import layouts, weight_source
+from sonicmoe import interop, layouts, weight_source
 from sonicmoe.engine import reference
 from sonicmoe.routing import build as routing
 
@@ -81,3 +81,15 @@ def test_automatic_mixed_precision_stays_outside(grad, amp_levels, monkeypatch):
     assert call.out.dtype == paddle.float32
     assert relative_rmse(numpy(call.out), golden(layer.problem).out) < 1e-5
     assert not grad or layer.error() < 1e-5
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_plain_ops(gradients):
+    """No autograd inside, nested or not; what was on before is on again."""
+    weight = paddle.ones([8, 8])
+    weight.stop_gradient = False
+    with paddle.set_grad_enabled(gradients):
+        with interop.plain_ops(), interop.plain_ops():
+            assert not interop.grad_enabled() and (weight * 2).stop_gradient
+        assert interop.grad_enabled() is gradients
+        assert (weight * 2).stop_gradient is not gradients

@@ -8,8 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from engine.moe_golden import native_order
-from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from framework import IS_PADDLE, numpy, parameter, torch
 from weights.weight_sources import (
     SOURCES,
     SWIGLU,
@@ -18,7 +17,6 @@ from weights.weight_sources import (
 )
 
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.errors import LayoutError, ShapeError
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.weights.parameters import PerExpertParameters
@@ -65,22 +63,6 @@ class TestModules:
 
 
 class TestSources:
-    @each_source
-    @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.RELU_SQ], ids=lambda a: a.value)
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_native_weights(self, make, activation, dtype):
-        up_gate, down = weight_arrays(activation=activation)
-        source = make(up_gate, down, activation, getattr(torch, dtype))
-        w1, w2 = source.native()
-        assert (tuple(w1.shape), tuple(w2.shape)) == source.native_shapes()
-        rounded = [
-            numpy(tensor(a, torch.float32).to(getattr(torch, dtype))) for a in (up_gate, down)
-        ]
-        order = native_order(up_gate.shape[2], is_glu(activation))
-        np.testing.assert_array_equal(numpy(w1), rounded[0].transpose(0, 2, 1)[:, order])
-        np.testing.assert_array_equal(numpy(w2), rounded[1].transpose(0, 2, 1))
-        assert str(w1.dtype).endswith(dtype)
-
     def test_none_entries_are_other_ranks_experts(self):
         up_gate, down = weight_arrays()
         a, b, c = expert_modules(up_gate, down)
