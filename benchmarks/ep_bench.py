@@ -61,8 +61,6 @@ from rank_processes import run_ranks, world_size
 from timing import MIB, WARM_UPS, cell
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.bench.timing import trace_of
-from sonicmoe.bench.trace import covered_us, kernels_of, short_name, total_us
 from sonicmoe.distributed_utils import clear_ep_cache
 from sonicmoe.ep import make_dispatcher
 from sonicmoe.jit_warmup import warmup_jit
@@ -141,23 +139,6 @@ class Ranks:
         self.meet()
         contestant.walls.append(timing.wall_us(contestant.call, self.device, CALLS) / 1e3)
 
-    def traced(self, contestant: Contestant) -> dict[str, Any]:
-        """ms of a call without a kernel, and us of a call by kernel, on this rank's GPU."""
-        contestant.call()
-        self.meet()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in range(CALLS):
-                contestant.call()
-            timing.wait(self.device)
-        kernels = kernels_of(trace_of(profiler))
-        if not kernels:  # a CPU, or nobody may profile
-            return {}
-        span = max(k.start + k.us for k in kernels) - kernels[0].start
-        named: dict[str, float] = {}
-        for name, us in total_us(kernels, "name", CALLS).items():
-            named[short_name(name)] = named.get(short_name(name), 0.0) + us
-        return {"idle": (span - covered_us(kernels)) / CALLS / 1e3, "kernels": named}
-
 
 def contestants(
     layer: Layer, ranks: Ranks, precisions: tuple[str, ...], operator: bool
@@ -232,7 +213,8 @@ def measure(
         peaks = ranks.largest([peak, contestant.figures["held"]])
         contestant.figures.update(zip(("peak", "held"), peaks, strict=True))
         if with_trace:
-            contestant.figures.update(ranks.traced(contestant))
+            ranks.meet()
+            contestant.figures.update(timing.traced(contestant.call, ranks.device, CALLS))
     return found
 
 

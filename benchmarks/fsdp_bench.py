@@ -3,7 +3,7 @@
 layer is compiled and a unit of its own. One process per GPU; the ways take turns.
 
     benchmarks/fsdp_bench.py --json a.json                             # all GPUs, 4,096 and 16,384 tokens each
-    torchrun --nproc-per-node 2 benchmarks/fsdp_bench.py --layers 4
+    torchrun --nproc-per-node 2 benchmarks/fsdp_bench.py --layers 4 --trace
     benchmarks/fsdp_bench.py --way stock --way codes --way "codes, one order"
     benchmarks/fsdp_bench.py --quick                                   # tiny, two CPU ranks: is it right?
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ class ShardedFigures(Figures):
     """What was found about one way and one number of tokens."""
 
     gathered: int = 0
+    trace: dict[str, Any] = field(default_factory=dict)
 
 
 class Sharded(Training):
@@ -154,6 +155,16 @@ class Rank:
         training.timed(WAYS[way][0], tokens, count, figures)
         figures.gathered = self.gathered.bytes // count
 
+    def trace(self, way: str, tokens: int, figures: ShardedFigures) -> None:
+        """One step, by kernel."""
+        training = self.training(way)
+        training.model.set_experts_implementation(WAYS[way][0])
+        training.steps(tokens, 1)
+        figures.trace = timing.traced(lambda: training.steps(tokens, 1), self.device, 1)
+        self.say(f"\n{way}, {tokens} tokens: idle {figures.trace.get('idle', 0):.1f} ms")
+        for name, us in list(figures.trace.get("kernels", {}).items())[:20]:
+            self.say(f"  {us:10.0f} us  {name}")
+
     def measure(self, tokens: int) -> dict[str, ShardedFigures]:
         """Rounds of all ways in turns; the first ones only warm up. A way that fails in those is left
         out, and the reason printed.
@@ -180,6 +191,8 @@ class Rank:
         for way, figures in found.items():
             others = (t for t in self.trainings.values() if t is not self.training(way))
             figures.peak -= sum(other.resident for other in others)
+            if self.options["trace"] and self.on_gpu:
+                self.trace(way, tokens, figures)
         return found
 
 
@@ -223,6 +236,7 @@ def run_rank(
               show_default=True)  # fmt: skip
 @timing.rounds_option()
 @click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Of a round.")
+@click.option("--trace", is_flag=True, help="Kernels of one step, and time without any.")
 @click.option("--ranks", type=click.IntRange(1), help="All GPUs; 2 with --quick.")
 @timing.quick_option
 @timing.json_option

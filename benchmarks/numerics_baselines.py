@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sonicmoe.enums import ZCode
-from sonicmoe.quant.recipes import DEEPSEEK_V3, MXFP8, RECIPES, Fp8Recipe, rows
+from sonicmoe.quant.recipes import DEEPSEEK_V3, MXFP8, RECIPES, Fp8Recipe
 
 
 class Dispatch(Enum):
@@ -19,9 +19,9 @@ class Dispatch(Enum):
     FP8_BOTH = "fp8-both"
 
     @property
-    def sends_gradients(self) -> bool:
-        """Whether gradients are quantised as tokens are."""
-        return self is Dispatch.FP8_BOTH
+    def quantised(self) -> tuple[str, ...]:
+        """The operands that senders quantise."""
+        return {Dispatch.BF16: (), Dispatch.FP8: ("x",)}.get(self, ("x", "dout"))
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,6 @@ class Baseline:
     z: ZCode
     absolute: bool
     slack: float = 1.03
-
-    @property
-    def bf16_tokens_only(self) -> bool:
-        """Whether it reads no tokens that arrive in FP8, which have one scale per 128 columns."""
-        return self.recipe.x != rows(128)
 
 
 BASELINES = {

@@ -124,11 +124,8 @@ def evaluate(
 
 def arrives(recipe: Fp8Recipe, dispatch: Dispatch) -> bool:
     """Whether the recipe reads rows as this dispatch delivers them."""
-    if dispatch is Dispatch.BF16:
-        return True
     settings, form = EngineSettings(recipe=recipe), TokenFormat.E4M3_1X128
-    operands = ("x", "dout") if dispatch.sends_gradients else ("x",)
-    return all(format_problem(REFERENCE, settings, form, name) is None for name in operands)
+    return all(format_problem(REFERENCE, settings, form, n) is None for n in dispatch.quantised)
 
 
 def sent(step: StepDump, name: str, recipe: Fp8Recipe) -> StepDump:
@@ -150,8 +147,8 @@ def run_recipe(
         recipe=None if recipe is None else recipe.name, save_z=z,
     )  # fmt: skip
     step = replace(case, settings=settings)
-    if recipe is not None and dispatch is not Dispatch.BF16:
-        for name in ("x", "dout") if dispatch.sends_gradients else ("x",):
+    if recipe is not None:
+        for name in dispatch.quantised:
             step = sent(step, name, recipe)
     found: dict[str, Array] = {}
 

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree's pack
 import torch
 
 from sonicmoe.bench.runner import machine
-from sonicmoe.bench.timing import busy_us, in_turns, peak_mib, wait, wall_us
+from sonicmoe.bench.timing import busy_us, in_turns, peak_mib, trace_of, wait, wall_us
+from sonicmoe.bench.trace import covered_us, kernels_of, short_name, total_us
 
 MIB, GIB = 1 << 20, 1 << 30
 CALLS, WARM_UPS = 8, 3  # a round has a whole number of writes of the weights, up to one in eight
@@ -92,6 +93,24 @@ def measured(
         way.clear()
         found[name]["peak"] = peak_mib(way.call, device)
     return found
+
+
+def traced(call: Callable[[], object], device: str | torch.device, calls: int) -> dict[str, Any]:
+    """idle: ms of a call without a kernel; kernels: us of a call by kernel. Empty on a CPU, and where
+    nobody may profile.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            call()
+        wait(device)
+    kernels = kernels_of(trace_of(profiler))
+    if not kernels:
+        return {}
+    span = max(k.start + k.us for k in kernels) - kernels[0].start
+    named: dict[str, float] = {}
+    for name, us in total_us(kernels, "name", calls).items():
+        named[short_name(name)] = named.get(short_name(name), 0.0) + us
+    return {"idle": (span - covered_us(kernels)) / calls / 1e3, "kernels": named}
 
 
 def host_us(call: Callable[[], object], device: str) -> float:
