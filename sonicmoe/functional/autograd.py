@@ -16,7 +16,7 @@ from ..layer.passed_call import PassedCall, PassedFunction
 from ..layer.plan import Plan, check_use_fp8, plan_for
 from ..layouts import Codes, GateUp, StackedWeights, WeightLayout, flat_weights
 from ..observe import FACES, STACKED
-from ..weights.stacked_cache import guard_of
+from ..weights.stacked_cache import look
 from .border import check_stored, check_switch
 
 Tensor = torch.Tensor
@@ -87,18 +87,17 @@ def expert_mlp(
     if use_fp8 is not None and type(use_fp8) is not bool:  # 1 equals True, and would be found
         check_use_fp8(use_fp8)
     resolved = active_config().resolve()
-    guard, bound = guard_of(
-        flat, (resolved, of_layer, not is_alone, x.device, x.dtype, x.shape[-1])
-    )
-    plan = bound.plan if bound else plan_for(resolved, x, weights, not is_alone, *of_layer)
+    asked = resolved, of_layer, not is_alone, x.device, x.dtype, x.shape[-1]
+    looked = look(flat, asked)
+    plan = None if looked is None else looked.plan
+    plan = plan or plan_for(resolved, x, weights, not is_alone, *of_layer)
     call = PassedCall(
         plan=plan,
         routes=indices,
         weights=weights,
         adapters=adapters,
         module=module,
-        guard=guard,
-        bound=bound,
+        looked=looked,
     )
     return _run(call, x, probs, flat, save)
 
@@ -124,11 +123,10 @@ def planned_mlp(
     # mode, to which the engines' launches show nothing.
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return expert_operator(x, routes, probs, weights, number, save)
-    guard, bound = guard_of(flat, (plan, x.device, x.dtype, x.shape[-1]))
-    plan = bound.plan if bound else plan.fitted_to(x, weights)
-    call = PassedCall(
-        plan=plan, routes=routes, weights=weights, module=module, guard=guard, bound=bound
-    )
+    looked = look(flat, (plan, x.device, x.dtype, x.shape[-1]))
+    known = None if looked is None else looked.plan
+    plan = known or plan.fitted_to(x, weights)
+    call = PassedCall(plan=plan, routes=routes, weights=weights, module=module, looked=looked)
     return _run(call, x, probs, flat, save)
 
 

@@ -26,11 +26,10 @@ from ..quant.tokens import anchor_of
 from ..refusals import need_shape
 from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
-from ..weights.cache import Binding
 from ..weights.parameters import ExpertParameters
 from ..weights.shards import GATHERED, codes_behind
 from ..weights.stacked import PassedParameters
-from ..weights.stacked_cache import read_weights
+from ..weights.stacked_cache import Looked, read_weights
 from .call import LayerCall, Named
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class PassedCall(LayerCall):
     adapters: beside the weights, in native order.
     module: whose attributes the weights are, for those who observe the call; None where unknown.
     once: the backward of this forward reads the weights anew.
-    guard, bound: as of `stacked_cache.guard_of`.
+    looked: as of `stacked_cache.look`.
     dtypes: of w1, w2, b1 and b2, in a backward.
     """
 
@@ -82,8 +81,7 @@ class PassedCall(LayerCall):
     adapters: Adapters = NO_ADAPTERS
     module: object = None
     once: bool = False
-    guard: tuple[Any, ...] = ()
-    bound: Binding | None = None
+    looked: Looked | None = None
     dtypes: Dtypes = ()
 
     def forward(
@@ -95,11 +93,11 @@ class PassedCall(LayerCall):
         plain = None if isinstance(x, BlockScaledTensor) else x
         rows = x if plain is None else rows_of(plain)
         # The configuration of the call, because a graph or a thread of autograd has no other.
-        before, bound = ACTIVE.set(self.plan.config), self.bound
+        before, looked = ACTIVE.set(self.plan.config), self.looked
         try:
             routing = self.routing(int(rows.shape[0]), probs)
-            if bound is not None:
-                self.reading = bound.again(routing.held[0])
+            if looked is not None and looked.binding is not None:
+                self.reading = looked.binding.again(routing.held[0])
             if self.reading is None:
                 self._read(dtype_of(x), save)
             out, saved = self.compute(rows, probs, routing, save)
@@ -148,7 +146,7 @@ class PassedCall(LayerCall):
             alone=not backward and (not save or is_recomputed()),
             once=self.once and not backward,
             backward=backward,
-            guard=self.guard,
+            looked=self.looked,
             plan=plan,
         )
 

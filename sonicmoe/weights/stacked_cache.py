@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,10 +25,10 @@ from ..engine.interface import Engine, EngineWeights
 from ..engine.settings import EngineSettings
 from ..errors import FrameworkError
 from ..interop import IS_PADDLE, is_capturing
-from ..layouts import Codes, GateUp, StackedWeights, WeightLayout, flat_weights
+from ..layouts import Codes, StackedWeights, WeightLayout, flat_weights
 from ..weight_source import WeightSource
 from .cache import Binding, PreparedWeights, Reading
-from .changes import traces_of
+from .changes import Traces, traces_of
 from .frozen import engine_weights
 
 if IS_PADDLE:
@@ -95,24 +95,42 @@ class _Beside:
 _beside: dict[int, _Beside] = {}
 
 
-def guard_of(flat: Sequence[Any], asked: tuple[Any, ...]) -> tuple[tuple[Any, ...], Binding | None]:
-    """The guard of a call: all that its plan and its engine weights depend on; and the binding of the
-    last call on this memory, if that had the same one. An empty guard: nothing of these is kept.
+class Looked(NamedTuple):
+    """What a call sees of weights of which something is kept.
 
-    flat: see `flat_weights`. asked: what decides the plan, beside the weights.
+    guard: all that its plan and its engine weights depend on.
+    binding: of the last call on this memory, where that had the same guard.
+    plan: of the last call, where that asked the same.
+    kept, present, places, traces: of the weights, for `read_weights`.
+    """
+
+    guard: tuple[Any, ...]
+    binding: Binding | None
+    plan: Any
+    kept: _Kept
+    present: list[Tensor]
+    places: list[Any]
+    traces: Traces
+
+
+def look(flat: Sequence[Any], asked: tuple[Any, ...]) -> Looked | None:
+    """None where nothing of these weights is kept. flat: see `flat_weights`. asked: what decides the
+    plan, beside the weights.
     """
     w1 = flat[0]
     beside = _beside.get(id(_owner(w1))) if _beside else None
     if beside is None or GATHERED or (_FSDP in sys.modules and _any_module_is_sharded()):
-        return (), None
+        return None
     present, places = _places(flat)
     kept = beside.entries.get(places[0][1:])
     if kept is None:
-        return (), None
-    guard, bound = (asked, places, traces_of(present), is_capturing(w1)), kept.binding
-    if bound is None or bound.guard != guard or kept.is_dead():
-        return guard, None
-    return guard, bound
+        return None
+    traces, bound = traces_of(present), kept.binding
+    guard, plan = (asked, places, traces, is_capturing(w1)), None
+    if bound is not None:
+        plan = bound.plan if bound.guard[0] == asked else None
+        bound = bound if bound.guard == guard and not kept.is_dead() else None
+    return Looked(guard, bound, plan, kept, present, places, traces)
 
 
 def read_weights(
@@ -124,13 +142,13 @@ def read_weights(
     alone: bool = False,
     once: bool = False,
     backward: bool = False,
-    guard: tuple[Any, ...] = (),
+    looked: Looked | None = None,
     plan: object = None,
 ) -> Reading:
     """Weights `(w1, w2, b1, b2)` as `engine` reads them, for one forward; alone: as of
     `PreparedWeights.read`; once: the backward of this forward reads them anew; backward: this is
-    that one. guard: as of `guard_of`, for later calls, which find the plan under it. Of weights whose
-    codes FSDP2 gathered nothing is made.
+    that one. looked: as of `look`, for later calls, which find the plan under its guard. Of weights
+    whose codes FSDP2 gathered nothing is made.
 
     Without a recipe the weights are cast to `dtype`, that of the tokens, because autocast leaves
     parameters in fp32.
@@ -150,7 +168,7 @@ def read_weights(
     """
     if type(weights[0]) is Codes:  # nothing is made of these, so nothing can be stale
         return Reading(engine_weights(engine, weights, settings))
-    flat = flat_weights(weights) if type(weights[0]) is GateUp else weights
+    flat = flat_weights(weights)
     w1 = flat[0]  # its gate half where gate and up are two tensors
     codes = codes_behind(w1) if GATHERED else None
     if codes is not None:
@@ -159,34 +177,48 @@ def read_weights(
         return codes.read(engine, settings, biases, backward)
     if settings.recipe is None:
         return _read_once(engine, weights, layout, dtype, settings, w1)
-    present, places = _places(flat)
+    present, places = _places(flat) if looked is None else (looked.present, looked.places)
     is_inference = any(map(torch.Tensor.is_inference, present))
-    if is_inference or (_FSDP in sys.modules and _any_module_is_sharded()):
+    is_sharded = looked is None and _FSDP in sys.modules and _any_module_is_sharded()
+    if is_inference or is_sharded:
         settings = engine.in_one_order(settings) if alone or once else settings
         return _read_once(engine, weights, layout, dtype, settings, w1)
-    owner = _owner(w1)
     # The place names w1, w2 and both biases. Another w2 or bias beside the same w1 gets buffers of
     # its own, because the backward of an outstanding forward has still to read the old ones.
-    place = engine.name, settings, layout, places
-    # Memory of another owner may have other traces of writes.
-    beside, geometry = _beside.get(id(owner)), places[0][1:]
-    kept = None if beside is None else beside.entries.get(geometry)
+    place, geometry = (engine.name, settings, layout, places), places[0][1:]
+    if looked is None:
+        beside = _beside.get(id(_owner(w1)))
+        kept = None if beside is None else beside.entries.get(geometry)
+    else:
+        kept = looked.kept
     # The allocator may hand an address out again, with other values behind it.
     is_ours = kept is not None and kept.place == place and not kept.is_dead()
     prepared = kept.prepared if kept is not None and is_ours else PreparedWeights()
     source = partial(WeightSource.stacked, *weights, layout=layout, compute_dtype=dtype)
-    reading = prepared.read(engine, settings, source, w1, place, traces_of(present), alone=alone)
+    # Memory of another owner may have other traces of writes.
+    traces = traces_of(present) if looked is None else looked.traces
+    reading = prepared.read(engine, settings, source, w1, place, traces, alone=alone)
     if reading.weights.store is None:
         return reading
-    beside = beside or _beside.setdefault(id(owner), _Beside(owner))
-    if prepared.captures:
-        beside.captured.add(reading.weights)
-    if kept is None or not is_ours:
-        room = w1.untyped_storage().nbytes() // max(1, w1.nbytes)
-        kept = _Kept(place, prepared, _memory(present))
-        beside.keep(geometry, kept, room)
-    kept.binding = Binding.of(guard, plan, reading) if guard else None
+    if prepared.captures or kept is None or not is_ours:
+        kept = _keep(w1, place, prepared, present)
+    if looked is not None:
+        kept.binding = Binding.of(looked.guard, plan, reading)
     return reading
+
+
+def _keep(
+    w1: Tensor, place: tuple[Any, ...], prepared: PreparedWeights, present: list[Tensor]
+) -> _Kept:
+    """Keep what was prepared of weights at this place."""
+    owner, geometry = _owner(w1), place[-1][0][1:]
+    beside = _beside.get(id(owner)) or _beside.setdefault(id(owner), _Beside(owner))
+    if prepared.captures:
+        assert prepared.weights is not None
+        beside.captured.add(prepared.weights)
+    kept = _Kept(place, prepared, _memory(present))
+    beside.keep(geometry, kept, w1.untyped_storage().nbytes() // max(1, w1.nbytes))
+    return kept
 
 
 def _read_once(
