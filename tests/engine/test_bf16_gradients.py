@@ -86,16 +86,15 @@ def test_a_warm_up_has_every_variant_that_a_destination_asks_for(activation):
     from sonicmoe.kernels.blackwell.quack_gemm import (
         MlpShape,
         all_kernels,
-        wgrad_down_kernel,
-        wgrad_up_kernel,
+        wgrad_kernel,
     )
 
     for hidden, inner in ((3072, 1536), (2048, 768), (512, 384), (2880, 2880)):
         shape = MlpShape(hidden, inner, activation, arch="sm_100a")
         planned = set(all_kernels(shape))
         for stored in STORED["wgrad_down"]:
-            assert wgrad_down_kernel(shape, stored=stored) in planned
+            assert wgrad_kernel("wgrad_down", shape, stored) in planned
         for stored in STORED["wgrad_up"]:
             gated = activation is ActivationType.SWIGLU
-            asked = wgrad_up_kernel(shape, stored=stored) in planned
+            asked = wgrad_kernel("wgrad_up", shape, stored) in planned
             assert asked == (gated or stored is not Stored.HALVES)

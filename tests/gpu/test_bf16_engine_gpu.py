@@ -16,12 +16,12 @@ from gpu.engine_cases import (
     make_case,
 )
 from gpu.engine_contract import PlainEngineContract
+from kernels.gemm_matrix import tiled
 
 from sonicmoe.engine import bf16
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
 from sonicmoe.jit import no_compile
 from sonicmoe.kernels import cuda_sources
-from sonicmoe.kernels.blackwell import quack_gemm
 from sonicmoe.kernels.blackwell.quack_gemm import (
     MlpShape,
     all_kernels,
@@ -50,17 +50,11 @@ def compiled():
         patch.setitem(SERVED_BY, ARCH, FAMILY)
         patch.setattr(bf16, "_is_hopper", lambda device: False)
         gemms = kernels_of_the_contract(MlpShape, all_kernels)
-        gemms += [forced(product, config) for product, config in TILINGS]
+        gemms += [tiled(product, config, SHAPE) for product, config in TILINGS]
         assert {dict(gemm.statics)["family"] for gemm in gemms} == {FAMILY}
         build([*cuda_sources(ARCH), expert_rows_source(ARCH), *gemms])
         with no_compile():
             yield
-
-
-def forced(product, config):
-    """The variant of one product with one tiling."""
-    make = getattr(quack_gemm, f"{product}_kernel")
-    return make(SHAPE, config=config, **({"store_z": True} if product == "up" else {}))
 
 
 class TestBf16Engine(PlainEngineContract):

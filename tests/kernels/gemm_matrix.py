@@ -10,11 +10,12 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.kernels.blackwell import quack_gemm
 from sonicmoe.kernels.blackwell.cute_kernel import CuteKernel
 from sonicmoe.kernels.blackwell.quack_gemm import (
+    STORED,
     MlpShape,
     Stored,
     all_kernels,
     candidates,
-    wgrad_up_kernel,
+    wgrad_kernel,
 )
 from sonicmoe.kernels.blackwell.quack_tilings import PRODUCTS, GemmConfig, family_of
 
@@ -41,6 +42,8 @@ def shape_for(arch: str, family: str = "", **changes: object) -> MlpShape:
 
 def tiled(product: str, config: GemmConfig, shape: MlpShape) -> CuteKernel:
     """The variant of one product with one tiling."""
+    if product in STORED:
+        return wgrad_kernel(product, shape, STORED[product][0], config)
     make = getattr(quack_gemm, f"{product}_kernel")
     return make(shape, config=config, **({"store_z": True} if product == "up" else {}))
 
@@ -63,7 +66,7 @@ def every_variant(shape: MlpShape) -> tuple[CuteKernel, ...]:
     for changes in ({"dtype": "float16"}, {"capped": True}):
         variants += all_kernels(replace(shape, **changes), recompute_z=True)  # type: ignore[arg-type]
     variants += [
-        wgrad_up_kernel(shape, config, stored)
+        wgrad_kernel("wgrad_up", shape, stored, config)
         for stored in Stored
         for config, _ in candidates("wgrad_up", shape)
     ]
@@ -95,7 +98,7 @@ def few_variants(arch: str, family: str) -> tuple[CuteKernel, ...]:
         # Without gates an epilogue of sm100 gets two elements at a time.
         "dgated without gates": quack_gemm.dgated_kernel(crowded if family == "sm100" else shape),
         "dgrad": quack_gemm.dgrad_kernel(shape),
-        "wgrad": wgrad_up_kernel(shape, stored=Stored.HALVES),
+        "wgrad": wgrad_kernel("wgrad_up", shape, Stored.HALVES),
     }
     # A further architecture of a family has the instructions of the first one, and its registers.
     if arch != next(known for known, of in TARGETS if of == family):

@@ -8,12 +8,8 @@ from kernels.mx_matrix import every_mx_variant, mx_shape
 
 from sonicmoe.engine.capabilities import MXFP8
 from sonicmoe.kernels.blackwell import mx_gemm
-from sonicmoe.kernels.blackwell.mx_gemm import (
-    all_kernels,
-    dgated_kernel,
-    up_kernel,
-    wgrad_kernel,
-)
+from sonicmoe.kernels.blackwell.cute_kernel import CuteKernel
+from sonicmoe.kernels.blackwell.mx_gemm import all_kernels
 
 
 def test_variants_of_a_model():
@@ -28,26 +24,12 @@ def test_variants_of_a_model():
 
 def test_every_variant_is_launched_on_clusters_of_two(monkeypatch):
     launched = []
-
-    class Kernel:
-        def __init__(self, name):
-            self.name = name
-
-        def load(self):
-            return lambda *arguments: launched.append((self.name, *arguments))
-
-    for make in (up_kernel, dgated_kernel, wgrad_kernel, mx_gemm.down_kernel, mx_gemm.dgrad_kernel):
-        name = make.__name__
-        monkeypatch.setattr(
-            mx_gemm, name, lambda shape, name=name, **own: Kernel((name, *own.values()))
-        )
-    gemms = mx_gemm.mx_gemms.__wrapped__(mx_shape("sm_100a"), 148)
+    monkeypatch.setattr(
+        CuteKernel, "load", lambda self: lambda *given: launched.append((self, *given))
+    )
+    shape = mx_shape("sm_100a")
+    gemms, kernels = mx_gemm.mx_gemms.__wrapped__(shape, 148), mx_gemm.variants(shape)
     assert mx_gemm.dprob_tiles(768) == 3 and mx_gemm.dprob_tiles(800) == 4
-    names = {
-        "up": ("up_kernel", True), "up_only": ("up_kernel", False), "down": ("down_kernel",),
-        "dgated": ("dgated_kernel",), "dgrad": ("dgrad_kernel",), "wgrad": ("wgrad_kernel",),
-        "wgrad halves": ("wgrad_kernel", True),
-    }  # fmt: skip
-    for name in names:
+    for name in kernels:
         gemms.launch(name, "operand")
-    assert launched == [(kernel, "operand", 74) for kernel in names.values()]
+    assert launched == [(kernel, "operand", 74) for kernel in kernels.values()]

@@ -11,9 +11,9 @@ matrix is a pair here: uint8 codes, and its scales for the contraction of that p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +71,25 @@ def wgrad_kernel(shape: MxShape, *, halves: bool = False) -> CuteKernel:
     return _kernel("wgrad", "compile_wgrad", shape, {"halves": halves})
 
 
+def variants(shape: MxShape) -> dict[Hashable, CuteKernel]:
+    """All variants of a shape: "up", "up_only" (without z), "down", which restores z too, because it has the
+    sums and the tiling of up, "dgated", "dgrad", "wgrad" and "wgrad halves".
+    """
+    return {
+        "up": up_kernel(shape, store_z=True),
+        "up_only": up_kernel(shape, store_z=False),
+        "down": down_kernel(shape),
+        "dgated": dgated_kernel(shape),
+        "dgrad": dgrad_kernel(shape),
+        "wgrad": wgrad_kernel(shape),
+        "wgrad halves": wgrad_kernel(shape, halves=True),
+    }
+
+
 def all_kernels(shape: MxShape, *, fp8_wgrad: bool = True) -> tuple[CuteKernel, ...]:
-    """Every distinct variant that training and inference of `shape` launch."""
-    kernels = (
-        up_kernel(shape, store_z=True),
-        up_kernel(shape, store_z=False),
-        down_kernel(shape),
-        dgated_kernel(shape),
-        dgrad_kernel(shape),
-    )
-    return (*kernels, *wgrad_kernels(shape)) if fp8_wgrad else kernels
-
-
-def wgrad_kernels(shape: MxShape) -> tuple[CuteKernel, ...]:
-    """The kernels of weight gradients, however their memory lies."""
-    return wgrad_kernel(shape), wgrad_kernel(shape, halves=True)
+    """Those that training and inference of `shape` launch."""
+    found = variants(shape).items()
+    return tuple(k for name, k in found if fp8_wgrad or not str(name).startswith("wgrad"))
 
 
 def _activation(shape: MxShape) -> dict[str, Any]:
@@ -103,21 +107,9 @@ def _kernel(name: str, builder: str, shape: MxShape, special: dict[str, Any]) ->
 
 @lru_cache(maxsize=64)
 def mx_gemms(shape: MxShape, multiprocessors: int) -> Gemms:
-    """The process's GEMMs of a shape: "up", "up_only" (without z), "down", which restores z too, because
-    it has the sums and the tiling of up, "dgated", "dgrad", "wgrad" and "wgrad halves". For so many
-    multiprocessors, of which a cluster takes two.
-    """
+    """The process's `variants` of a shape, for so many multiprocessors, of which a cluster takes two."""
     clusters = multiprocessors // CLUSTER[0]
-    made: dict[Hashable, Callable[[], CuteKernel]] = {
-        "up": partial(up_kernel, shape, store_z=True),
-        "up_only": partial(up_kernel, shape, store_z=False),
-        "down": partial(down_kernel, shape),
-        "dgated": partial(dgated_kernel, shape),
-        "dgrad": partial(dgrad_kernel, shape),
-        "wgrad": partial(wgrad_kernel, shape),
-        "wgrad halves": partial(wgrad_kernel, shape, halves=True),
-    }
-    return Gemms({name: (make, clusters) for name, make in made.items()})
+    return Gemms({name: (kernel, clusters) for name, kernel in variants(shape).items()})
 
 
 def dprob_tiles(intermediate: int) -> int:

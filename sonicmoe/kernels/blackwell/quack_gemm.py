@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -147,53 +147,53 @@ def dgrad_kernel(shape: MlpShape, config: GemmConfig | None = None) -> CuteKerne
     return _kernel("dgrad", "compile_down", shape, config or choose_config("dgrad", shape), special)
 
 
-def wgrad_down_kernel(
-    shape: MlpShape, config: GemmConfig | None = None, stored: Stored = Stored.INNER
+# One name for both products: where the tilings agree, both launch the same artefact.
+def wgrad_kernel(
+    product: str, shape: MlpShape, stored: Stored, config: GemmConfig | None = None
 ) -> CuteKernel:
-    """`dw2[e] += dout^T y1s` over the rows of e; dout gathered."""
-    return _wgrad_kernel("wgrad_down", shape, config, stored)
-
-
-def wgrad_up_kernel(
-    shape: MlpShape, config: GemmConfig | None = None, stored: Stored = Stored.HIDDEN
-) -> CuteKernel:
-    """`dw1[e] += dz^T x` over the rows of e; x gathered."""
-    return _wgrad_kernel("wgrad_up", shape, config, stored)
-
-
-# One name for both: where the tilings agree, both products launch the same artefact.
-def _wgrad_kernel(
-    product: str, shape: MlpShape, config: GemmConfig | None, stored: Stored
-) -> CuteKernel:
+    """`dw2[e] += dout^T y1s` ("wgrad_down") or `dw1[e] += dz^T x` ("wgrad_up") over the rows of e;
+    tokens gathered.
+    """
     config = config or choose_config(product, shape)
     return _kernel("wgrad", "compile_wgrad", shape, config, {"stored": stored.value})
 
 
+def variants(shape: MlpShape) -> dict[Hashable, CuteKernel]:
+    """All variants of a shape: "up", "up_only" (without z), "up_again", "down", "dgated", "dgrad", and each
+    product in `STORED` with each way to store it that the activation has.
+    """
+    # Two compiled functions for up, because a store that is switched off at run time would still
+    # cost its registers.
+    made: dict[Hashable, CuteKernel] = {
+        "up": up_kernel(shape, store_z=True),
+        "up_only": up_kernel(shape, store_z=False),
+        "up_again": up_again_kernel(shape),
+        "down": down_kernel(shape),
+        "dgated": dgated_kernel(shape),
+        "dgrad": dgrad_kernel(shape),
+    }
+    for product, every in STORED.items():
+        for stored in every:
+            # Only gated activations have halves.
+            if stored is not Stored.HALVES or is_glu(shape.activation):
+                made[product, stored] = wgrad_kernel(product, shape, stored)
+    return made
+
+
 def all_kernels(shape: MlpShape, *, recompute_z: bool = False) -> tuple[CuteKernel, ...]:
-    """Every variant that training and inference of `shape` launch."""
-    # Training keeps z. Inference, and training that recomputes z, does not, so a model needs both
-    # variants of `up`.
-    kernels = (
-        up_kernel(shape, store_z=True),
-        up_kernel(shape, store_z=False),
-        down_kernel(shape),
-        dgated_kernel(shape),
-        dgrad_kernel(shape),
-        *wgrad_kernels(shape),
-    )
-    return (*kernels, up_again_kernel(shape)) if recompute_z else kernels
+    """Every variant that training and inference of `shape` launch: training keeps z, inference, and
+    training that recomputes z, does not.
+    """
+    found = variants(shape)
+    if not recompute_z:
+        del found["up_again"]
+    return tuple(dict.fromkeys(found.values()))
 
 
 def wgrad_kernels(shape: MlpShape) -> tuple[CuteKernel, ...]:
     """The distinct variants that weight gradients launch, however their memory lies."""
-    variants = (
-        _wgrad_kernel(product, shape, None, stored)
-        for product, every in STORED.items()
-        for stored in every
-        # Only gated activations have halves.
-        if stored is not Stored.HALVES or is_glu(shape.activation)
-    )
-    return tuple(dict.fromkeys(variants))
+    found = variants(shape).items()
+    return tuple(dict.fromkeys(kernel for name, kernel in found if isinstance(name, tuple)))
 
 
 def _activation(shape: MlpShape) -> dict[str, Any]:
@@ -229,8 +229,8 @@ class Gemms:
     inference process never loads, or compiles, the backward.
     """
 
-    def __init__(self, variants: Mapping[Hashable, tuple[Callable[[], CuteKernel], int]]) -> None:
-        """variants: what makes each of them, and on how many clusters it runs."""
+    def __init__(self, variants: Mapping[Hashable, tuple[Any, int]]) -> None:
+        """variants: each of them, and on how many clusters it runs."""
         self._variants = variants
         self._loaded: dict[Hashable, Launch] = {}
 
@@ -240,7 +240,7 @@ class Gemms:
         """
         found = self._loaded.get(name)
         if found is None:
-            found = self._loaded[name] = self._variants[name][0]().load()
+            found = self._loaded[name] = self._variants[name][0].load()
         return found
 
     def launch(self, name: Hashable, *operands: Any) -> None:
@@ -253,10 +253,9 @@ class Gemms:
 # One object per shape and device type, so that all layers of a model share the loaded functions.
 @lru_cache(maxsize=64)
 def grouped_gemms(shape: MlpShape, multiprocessors: int) -> Gemms:
-    """The process's GEMMs of a shape: "up", "up_only" (without z), "up_again", "down", "dgated", "dgrad",
-    and of each product in `STORED` and way to store it. For a device of so many multiprocessors, on
-    which the persistent kernels run one thread block each; where tiles come from cluster launch
-    control, the device counts by itself.
+    """The process's `variants` of a shape. For a device of so many multiprocessors, on which the
+    persistent kernels run one thread block each; where tiles come from cluster launch control, the
+    device counts by itself.
     """
     # Persistent kernels: as many clusters as fit on the device at once, each of which takes tile
     # after tile. More of them would wait for a place, fewer leave multiprocessors idle.
@@ -264,21 +263,13 @@ def grouped_gemms(shape: MlpShape, multiprocessors: int) -> Gemms:
         product: multiprocessors // math.prod(choose_config(product, shape).cluster)
         for product in PRODUCTS
     }
-    # Two compiled functions for up, because a store that is switched off at run time would still
-    # cost its registers.
-    made: dict[Hashable, tuple[Callable[[], CuteKernel], int]] = {
-        "up": (partial(up_kernel, shape, store_z=True), clusters["up"]),
-        "up_only": (partial(up_kernel, shape, store_z=False), clusters["up"]),
-        "up_again": (partial(up_again_kernel, shape), clusters["up"]),
-        "down": (partial(down_kernel, shape), clusters["down"]),
-        "dgated": (partial(dgated_kernel, shape), clusters["dgated"]),
-        "dgrad": (partial(dgrad_kernel, shape), clusters["dgrad"]),
-    }
-    for product, every in STORED.items():
-        for stored in every:
-            make = partial(_wgrad_kernel, product, shape, None, stored)
-            made[product, stored] = make, clusters[product]
-    return Gemms(made)
+    clusters |= dict.fromkeys(("up_only", "up_again"), clusters["up"])
+    return Gemms(
+        {
+            name: (kernel, clusters[name[0] if isinstance(name, tuple) else str(name)])
+            for name, kernel in variants(shape).items()
+        }
+    )
 
 
 def dprob_tiles(shape: MlpShape) -> int:
