@@ -27,22 +27,6 @@ SMALL = problems(1, hidden=8, intermediate=8)[0]
 ROOT = Path(sonicmoe.__file__).parent
 
 
-def shared_experts(clear, flush="auto"):
-    """Two layers of a model have the same experts, and each its step()."""
-    layer = Layer(SMALL, main_grad=0.0, flush=flush)
-    second = layer.another_node()
-    for _ in range(STEPS):
-        call = layer.run()
-        second(*call.arguments).backward(call.dout)
-        layer.node.step()
-        second.step()
-        clear(layer)
-
-
-def shared_experts_that_wait(clear):
-    shared_experts(clear, "step")
-
-
 def started_with_weight_decay(clear):
     """A trainer that puts the decay into `main_grad` in place of zeros."""
     layer = Layer(SMALL, main_grad=0.0)
@@ -93,14 +77,6 @@ def another_models_optimizer(clear):
         other.run()
         optimizer.step()
     layer.node.step()
-
-
-def written_by_the_first_backward(clear):
-    layer = Layer(
-        SMALL, main_grad=0.0, config=SonicMoEConfig(engine="reference", first_backward="overwrite")
-    )
-    for _ in range(STEPS):
-        layer.step(None, None)
 
 
 def gradients_put_off(clear):
@@ -173,16 +149,10 @@ def dumped(clear, path="step.npz"):
     layer.run()
 
 
-LATE = (
-    shared_experts,
-    shared_experts_that_wait,
-    started_with_weight_decay,
-    decay_in_the_same_memory,
-)
 NEAR = {
     "layer/questions.py": (
-        *LATE, many_micro_batches, an_optimizer_that_is_set_up_first, another_models_optimizer,
-        written_by_the_first_backward,
+        started_with_weight_decay, decay_in_the_same_memory, many_micro_batches,
+        an_optimizer_that_is_set_up_first, another_models_optimizer,
     ),
     "layer/state.py": (gradients_put_off,),
     "routing/build.py": (ids_that_are_not_here,),

@@ -15,6 +15,7 @@ from node.node_harness import ARRANGEMENTS, FLUSHES, Layer, gradients_of, proble
 from pairwise import pairwise
 
 from sonicmoe.config import SonicMoEConfig
+from sonicmoe.layer import questions
 
 BATCHES = problems(3, hidden=8, intermediate=8, topk=2)
 EVENTS_PER_RUN, RUNS = 14, 4
@@ -180,6 +181,11 @@ class Loop:
             self.add(index, gradient)
         self.waiting.clear()
 
+    def clears(self):
+        """As an optimizer does behind its step."""
+        ways = [self.cleared, self.replaced, self.taken]
+        self.random.choice(ways[: 1 if self.memory == "absent" else 2 if self.first else 3])()
+
     def cleared(self):
         for weight in self.weights:
             gradient = weight.grad if self.memory == "absent" else weight.main_grad
@@ -223,4 +229,9 @@ def test_whatever_a_loop_does(engine, said, setting, which, arrangement):
             loop.happens()
         loop.step()
         loop.compare()
+    for _ in range(questions.STEPS + 2):
+        loop.run()
+        loop.run()
+        loop.step()
+        loop.clears()
     assert said() == []
