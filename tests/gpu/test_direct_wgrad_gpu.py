@@ -46,7 +46,10 @@ ARRANGEMENTS = (
     *("own", "slices", "stacked", "stacked_slices"),
     *("experts_inside_permuted", "some_frozen"),
 )
-WRITTEN = {torch.float32: WgradOutput.WRITE_F32, torch.bfloat16: WgradOutput.WRITE_BF16}
+DTYPES = {
+    WgradOutput.ADD_F32: torch.float32, WgradOutput.WRITE_F32: torch.float32,
+    WgradOutput.WRITE_BF16: torch.bfloat16,
+}  # fmt: skip
 LAYER = (700, 272, 320, 6, 3)
 
 
@@ -115,32 +118,23 @@ def operands(module):
 
 
 @pytest.mark.parametrize(
-    ("shape", "arrangement", "layout"), pairwise(SHAPES, ARRANGEMENTS, LAYOUTS), ids=ids
-)
-def test_the_bits_of_accumulating_and_flushing(operands, layout, arrangement, shape):
-    """Again on an odd number of multiprocessors; all bytes around are as before."""
-    given, memory = operands(shape), memory_of(shape, layout, arrangement)
-    dw1, dw2 = given.native
-    assert memory.targets.copy_engine_problem() is None
-    for multiprocessors in (0, 37):
-        given.put(memory.targets, multiprocessors)
-        memory.take(dw1, dw2)
-    empty = (given.routing.expert_counts == 0).nonzero().flatten().tolist()
-    assert empty and not any(dw1[e].any() or dw2[e].any() for e in empty)
-    assert dw1.any() and dw2.any()
-
-
-@pytest.mark.parametrize(
-    ("shape", "arrangement", "layout", "dtype"),
-    pairwise(SHAPES, ARRANGEMENTS, LAYOUTS, list(WRITTEN)),
+    ("shape", "arrangement", "layout", "output"),
+    pairwise(SHAPES, ARRANGEMENTS, LAYOUTS, list(DTYPES)),
     ids=ids,
 )
-def test_written_bits_are_the_sums_rounded_once(operands, layout, dtype, arrangement, shape):
-    """Over whatever was there, zeros for experts without tokens; all bytes around are as before."""
-    given, memory = operands(shape), memory_of(shape, layout, arrangement, dtype)
+def test_the_bits_of_accumulating_and_flushing(operands, layout, arrangement, shape, output):
+    """Added, or written over whatever was there, rounded once and zeros for experts without tokens; again
+    on an odd number of multiprocessors. All bytes around are as before.
+    """
+    given, dtype, over = operands(shape), DTYPES[output], output is not WgradOutput.ADD_F32
+    memory = memory_of(shape, layout, arrangement, dtype)
+    assert over or memory.targets.copy_engine_problem() is None
     for multiprocessors in (0, 37):
-        given.put(memory.targets, multiprocessors, WRITTEN[dtype])
-        memory.take(*(sums.to(dtype) for sums in given.native), over=True)
+        given.put(memory.targets, multiprocessors, output)
+        memory.take(*(sums.to(dtype) for sums in given.native), over=over)
+    empty = (given.routing.expert_counts == 0).nonzero().flatten().tolist()
+    assert empty and not any(sums[e].any() for sums in given.native for e in empty)
+    assert all(sums.any() for sums in given.native)
 
 
 ROWS = 1408  # of one expert: too many for its sums to be fetched, unless others have none
