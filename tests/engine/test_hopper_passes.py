@@ -24,7 +24,6 @@ from engine.hopper_host import (  # noqa: F401
     H,
     I,
     T,
-    assert_close,
     host_passes,
     native_fixture,
     parameter_targets,
