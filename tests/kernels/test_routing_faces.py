@@ -53,6 +53,7 @@ def test_row_bound_holds_and_is_whole_tiles(counts, alignment, invalid):
     bound = num_rows_bound(sum(counts) + invalid, len(counts), alignment)
     assert bound % alignment == 0
     assert bound >= sum(round_up(count, alignment) for count in counts)
+    assert bound <= sum(counts) + invalid + len(counts) * (alignment - 1)
 
 
 @pytest.mark.parametrize("counts", [[3, 2], [0, 0], [128, 256], [128, 1]])
