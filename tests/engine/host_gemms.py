@@ -144,12 +144,14 @@ class Bf16Gemms(Gemms):
 
     def wgrad_up(self, x, dz, dw1, cu_rows, index, stored):
         self.calls.append("wgrad_up")
-        self._wgrad(dz, x[index], dw1, cu_rows, stored is Stored.INNER)
+        halves = stored is Stored.HALVES
+        self._wgrad(dz, x[index], dw1, cu_rows, stored is Stored.INNER, halves)
 
     @staticmethod
-    def _wgrad(left, right, gradient, cu_rows, turned):
+    def _wgrad(left, right, gradient, cu_rows, turned, halves=False):
         for e, first, end in rows_of_experts(cu_rows):
             product = left[first:end].float().T @ right[first:end].float()
+            product = torch.cat([product[0::2], product[1::2]]) if halves else product
             gradient[e] += product.T if turned else product
 
 
