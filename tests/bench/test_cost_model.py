@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from bench.test_bench_command import PERF, no_gpu  # noqa: F401
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 from worlds import ROOT
 
-from sonicmoe.bench import plots
 from sonicmoe.bench import sweep as sweep_module
 from sonicmoe.bench.cost_model import TERMS, fit_model, idle_rows, roofline
 from sonicmoe.bench.floors import OTHER_STAGES, floors
@@ -202,8 +202,10 @@ def test_commands(tmp_path, monkeypatch):
     # Where experts did not fit into memory, the points of a line are missing.
     points = [p for p in made_points(noise=0.02) if p.shape.hidden < 7168 or p.shape.experts < 128]
     path.write_text("".join(point.line() for point in points))
-    drawn, save = [], plots.save_figure
-    monkeypatch.setattr(plots, "save_figure", lambda f, *of: drawn.append(f) or save(f, *of))
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda f, *of, **how: drawn.append(f) or save(f, *of, **how)
+    )
     said = run("--fit", str(path), "--plot", str(tmp_path / "plots"))
     # Dots have no label; the prediction between them has one.
     shown = [axis for axis in drawn[0].axes if axis.get_visible()]
