@@ -15,15 +15,10 @@ from typing import Any
 import torch
 
 from ..config import active_config
-from ..enums import (
-    ActivationType,
-    is_glu,
-    layer_parameters,
-    member_of,
-)
+from ..enums import ActivationType, layer_parameters, member_of
 from ..errors import ConfigError, EngineUnavailableError, ShapeError, expect
 from ..interop import require_framework_tensor
-from ..layouts import GateUp, WeightLayout
+from ..layouts import Codes, GateUp
 from ..observe import TOPK, TRIPLES
 from ..refusals import need_shape
 from ..weights.stacked_cache import Weights  # refuses Paddle, so before all of the PyTorch face
@@ -36,7 +31,10 @@ from .border import (
     check_tokens,
     check_triples,
     gate_and_up,
+    layout_of,
+    permuted,
 )
+from .frozen import as_stored, freeze_weights
 from .triples import count_cumsum, frequency_of, triples_to_topk
 
 Tensor = torch.Tensor
@@ -45,6 +43,7 @@ __all__ = [
     "FP8BlockwiseTensor",
     "count_cumsum",
     "enable_quack_gemm",
+    "freeze_weights",
     "moe_TC_softmax_topk_layer",
     "moe_TC_softmax_topk_layer_fp8",
     "moe_general_routing_inputs",
@@ -66,7 +65,7 @@ def moe_TC_softmax_topk_layer(
     router_w: Tensor,
     w1: Tensor | tuple[Tensor, Tensor],
     b1: Tensor | None,
-    w2: Tensor,
+    w2: Tensor | Codes,
     b2: Tensor | None,
     K: int,
     stream_id: int | None = None,
@@ -88,6 +87,7 @@ def moe_TC_softmax_topk_layer(
             gated activations. Or w1 is `(gate, up)`, two tensors `[I, H, E]` of one dtype, each of
             which gets a gradient of its own. On Hopper engine `hopper` quantises from both where
             they lie, and `bf16` reads them there where I is a multiple of 64 and strides are equal.
+            Or both are codes of `freeze_weights`, which never train.
         b1, b2: `[E, N1]`, `[E, H]`, both or neither.
         K: experts per token.
         stream_id: accepted for source compatibility; work goes to the caller's current stream.
@@ -116,18 +116,19 @@ def moe_TC_softmax_topk_layer(
     check_stacks((given, w2, b1, b2), int(router_w.shape[0]), "the rows of router_w")
     check_router_dtype(x, router_w)
     activation = member_of(ActivationType, activation_type, "activation_type")
+    weights, layout = as_stored(given, w2, b1, b2, layout_of(activation, concat_layout, given))
     # An operation of the caller's: autograd, autocast and hooks see it as any other.
     logits = torch.nn.functional.linear(x, router_w)
     out, counts = softmax_topk_layer(
         x,
         logits,
-        (_permuted(given, 2, 0, 1), w2.permute(2, 0, 1), b1, b2),
+        weights,
         K,
         activation,
         softmax_over_topk=is_softmax_over_topk,
         norm_topk_probs=norm_topk_probs,
         parameters=layer_parameters(activation, activation_parameters),
-        layout=layout_of(activation, concat_layout, given),
+        layout=layout,
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
         face=TOPK,
@@ -189,7 +190,7 @@ def moe_general_routing_inputs(
     expert_indices: Tensor,
     w1: Tensor | tuple[Tensor, Tensor],
     b1: Tensor | None,
-    w2: Tensor,
+    w2: Tensor | Codes,
     b2: Tensor | None,
     E: int | None = None,
     stream_id: int | None = None,
@@ -239,19 +240,20 @@ def moe_general_routing_inputs(
         router_scores, token_indices, expert_indices, int(x.shape[0]), max_experts_per_token
     )
     activation = member_of(ActivationType, activation_type, "activation_type")
+    weights, layout = as_stored(given, w2, b1, b2, layout_of(activation, concat_layout, given))
     out = expert_mlp(
         autocast(x),
         indices,
         probs,
-        *(_permuted(given, 2, 0, 1), w2.permute(2, 0, 1), b1, b2),
+        *weights,
         activation,
         parameters=layer_parameters(activation, activation_parameters),
-        layout=layout_of(activation, concat_layout, given),
+        layout=layout,
         inference=is_inference_mode_enabled,
         use_fp8=use_fp8,
         face=TRIPLES,
     )
-    return out, frequency_of(expert_indices, int(w2.shape[2]))
+    return out, frequency_of(expert_indices, int(weights[1].shape[0]))
 
 
 class FP8BlockwiseTensor:
@@ -330,12 +332,6 @@ def moe_general_routing_inputs_fp8(
     )
 
 
-def _permuted(w1: Tensor | GateUp, *axes: int) -> Tensor | GateUp:
-    if isinstance(w1, GateUp):
-        return GateUp(w1.gate.permute(axes), w1.up.permute(axes))
-    return w1.permute(axes)
-
-
 def _from_native(w1: Any, w2: Tensor, x_fp8: object) -> tuple[Any, None, Tensor, None]:
     """Native weights as `(w1, b1, w2, b2)` of the functions above, by views."""
     words = f"x_fp8 is {type(x_fp8).__name__}; needed: None, because the engine quantises x itself"
@@ -345,19 +341,7 @@ def _from_native(w1: Any, w2: Tensor, x_fp8: object) -> tuple[Any, None, Tensor,
     for name, weight, axes in (*of_w1, ("w2", w2, "[E, H, I]")):
         require_framework_tensor(weight, name)
         need_shape(len(weight.shape) == 3, name, weight, axes)
-    return _permuted(given, 1, 2, 0), None, w2.permute(1, 2, 0), None
-
-
-def layout_of(
-    activation: ActivationType, concat_layout: bool, w1: Tensor | GateUp | None = None
-) -> WeightLayout:
-    """Of stacked weights whose w1 has gate and up rows in turns, in halves, or in two tensors."""
-    check_switch("concat_layout", concat_layout)
-    if isinstance(w1, GateUp):
-        words = f"w1 is two tensors, and activation {activation.value!r} has no gate"
-        expect(is_glu(activation), ConfigError, f"{words}; needed: one tensor")
-        return WeightLayout(split_half=True, apart=True)
-    return WeightLayout(split_half=concat_layout and is_glu(activation))
+    return permuted(given, 1, 2, 0), None, w2.permute(1, 2, 0), None
 
 
 def autocast(x: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, DeviceError, DTypeError, LayoutError, ShapeError
+from ..enums import ActivationType, is_glu
+from ..errors import ConfigError, DeviceError, DTypeError, LayoutError, ShapeError, expect
 from ..interop import dtype_name, require_framework_tensor, require_same_device
-from ..layouts import GateUp
+from ..layouts import Codes, GateUp, WeightLayout
 from ..observe import Face
 from ..refusals import need_dtype, need_shape
 
@@ -66,7 +67,7 @@ def gate_and_up(w1: Any, axes: str) -> Any:
     """A tuple as a `GateUp`, else w1 as it is. Refuse a tuple that is not of two tensors, gate and
     up, of these axes and of one shape, dtype and device.
     """
-    if not isinstance(w1, tuple):
+    if not isinstance(w1, tuple) or isinstance(w1, Codes):
         return w1
     if len(w1) != 2:
         raise ShapeError(f"w1 has {len(w1)} parts; needed: one tensor, or two, gate and up")
@@ -80,10 +81,32 @@ def gate_and_up(w1: Any, axes: str) -> Any:
     return GateUp(gate, up)
 
 
+def layout_of(
+    activation: ActivationType, concat_layout: bool, w1: Tensor | GateUp | None = None
+) -> WeightLayout:
+    """Of stacked weights whose w1 has gate and up rows in turns, in halves, or in two tensors."""
+    check_switch("concat_layout", concat_layout)
+    if isinstance(w1, GateUp):
+        words = f"w1 is two tensors, and activation {activation.value!r} has no gate"
+        expect(is_glu(activation), ConfigError, f"{words}; needed: one tensor")
+        return WeightLayout(split_half=True, apart=True)
+    return WeightLayout(split_half=concat_layout and is_glu(activation))
+
+
+def permuted(w1: Tensor | GateUp, *axes: int) -> Tensor | GateUp:
+    """w1 with its axes in this order, by views."""
+    if isinstance(w1, GateUp):
+        return GateUp(w1.gate.permute(axes), w1.up.permute(axes))
+    return w1.permute(axes)
+
+
 def check_stacks(weights: tuple[Any, ...], experts: int | None, source: str) -> None:
     """Refuse w1 `[N1, H, E]`, w2 `[H, I, E]`, b1 and b2 that are no tensors, and weights of other
     experts; None: as many as w2 has. A w1 of `gate_and_up` is looked at there but for its experts.
     """
+    if isinstance(weights[0], Codes) or isinstance(weights[1], Codes):
+        _check_codes(weights[0], weights[1], experts, source)
+        return
     of_w1 = "w1", weights[0], "[N1, H, E]"
     if isinstance(weights[0], GateUp):
         of_w1 = "w1[0]", weights[0].gate, "[I, H, E]"
@@ -102,6 +125,20 @@ def check_stacks(weights: tuple[Any, ...], experts: int | None, source: str) -> 
         if weight.shape[0] == experts or firsts[0] == firsts[1]:  # as modules have them
             needed += f"; experts first are passed as {name}.permute(1, 2, 0)"
         need_shape(weight.shape[2] == experts, f"{name} {axes}", weight, needed)
+
+
+def _check_codes(w1: Any, w2: Any, experts: int | None, source: str) -> None:
+    """Refuse codes of `freeze_weights` that stand beside a weight that is none, or of other experts."""
+    for name, codes in (("w1", w1), ("w2", w2)):
+        if not isinstance(codes, Codes):
+            raise TypeError(
+                f"{name} is {type(codes).__name__}, and the other weight is frozen; needed: codes of "
+                "freeze_weights for both"
+            )
+        if experts is not None and len(codes.held) != experts:
+            raise ShapeError(
+                f"{name} has codes of {len(codes.held)} experts; needed: {experts} experts ({source})"
+            )
 
 
 def need_whole(name: str, tensor: Any, module: object) -> None:

@@ -1,4 +1,4 @@
-"""Frozen weights in the modules that own them.
+"""Frozen weights in the modules that own them, and as arguments of the functional API.
 
 A frozen parameter keeps its name, its shape and its place in the module. It holds bytes (uint8), which
 lie in native order whatever its shape says, so that its memory is contiguous and FSDP2 shards it along
@@ -16,15 +16,67 @@ from torch import nn
 
 from ..engine.low_rank import Adapters
 from ..engine.select import EngineChoice
+from ..enums import ActivationType, member_of
 from ..errors import ConfigError, LayoutError, expect
 from ..layer.plan import Plan
 from ..layouts import NATIVE, Codes, WeightLayout
+from ..refusals import need_dtype
 from ..weights.frozen import Rounding, check_reader, from_codes, to_codes
-from .border import WEIGHT_DTYPES, need_values, need_whole
+from ..weights.stacked_cache import Weights
+from .border import (
+    WEIGHT_DTYPES,
+    check_stacks,
+    layout_of,
+    need_values,
+    need_whole,
+    permuted,
+)
 
 Tensor = torch.Tensor
 FROZEN = "_sonicmoe_frozen"  # attribute of a module: the layout and the index of each such weight
 Kinds = dict[str, tuple[WeightLayout, int]]
+
+
+def freeze_weights(
+    w1: Tensor,
+    w2: Tensor,
+    activation_type: ActivationType | str = ActivationType.SWIGLU,
+    concat_layout: bool = False,
+) -> tuple[Codes, Codes, Rounding]:
+    """FP8 codes that are passed in place of w1 and w2 of experts that never train: 1 byte a weight
+    and 4 bytes a block of 128x128 or more. Calls with them compute in FP8 (`use_fp8=True`).
+
+    Args:
+        w1, w2, activation_type, concat_layout: as of `moe_TC_softmax_topk_layer`; w1 is one tensor.
+
+    Returns:
+        `(w1, w2, rounding)`: both in codes, whose rows lie in native order, and what they lost. With
+        b1, calls need `concat_layout` as before.
+
+    Raises:
+        ShapeError: the weights have not three axes, or not the same number of experts.
+        LayoutError: a weight is not finite.
+        TypeError: one of them is no tensor.
+    """
+    activation = member_of(ActivationType, activation_type, "activation_type")
+    layout = layout_of(activation, concat_layout)
+    check_stacks((w1, w2, None, None), None, "")
+    pair = ("w1", w1), ("w2", w2)
+    for name, weight in pair:
+        need_values(name, weight)
+        need_dtype(name, weight, *WEIGHT_DTYPES)
+    made = [to_codes(w.permute(2, 0, 1), layout, index) for index, (_, w) in enumerate(pair)]
+    (first, lost), (second, more) = made
+    return first, second, lost + more
+
+
+def as_stored(
+    w1: Any, w2: Any, b1: Tensor | None, b2: Tensor | None, layout: WeightLayout
+) -> tuple[Weights, WeightLayout]:
+    """Weights as they lie in memory, by views, and their layout. Codes are native, so b1 becomes it."""
+    if isinstance(w1, Codes):
+        return (w1, w2, None if b1 is None else layout.native_b1(b1), b2), NATIVE
+    return (permuted(w1, 2, 0, 1), w2.permute(2, 0, 1), b1, b2), layout
 
 
 def frozen_in(module: nn.Module) -> Kinds:

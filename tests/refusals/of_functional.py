@@ -45,6 +45,7 @@ from sonicmoe.errors import (
     SonicMoEError,
 )
 from sonicmoe.fsdp import gather_codes
+from sonicmoe.functional import freeze_weights
 from sonicmoe.integrations.frozen import freeze_experts
 from sonicmoe.layouts import flat_weights
 
@@ -445,6 +446,16 @@ def short_scales(moe, x):
     moe(x, use_fp8=True)
 
 
+def frozen_arguments(w2=None, experts=5, use_fp8=True):
+    """A functional call with codes, of which these are replaced."""
+    moe = make_layer()
+    weights = [module.weight.detach().permute(1, 2, 0) for module in (moe.c_fc, moe.c_proj)]
+    codes = freeze_weights(*weights)
+    first, second = codes[0], codes[1] if w2 is None else weights[1]
+    x, router = make_tokens(5, 32), moe.router.weight[:experts]
+    moe_TC_softmax_topk_layer(x, router, first, None, second, None, 2, use_fp8=use_fp8)
+
+
 def written(moe, x):
     out = moe(x.requires_grad_(), use_fp8=True)[0]
     moe.c_fc.weight.zero_()
@@ -461,8 +472,16 @@ ROWS += rows(
     (LayoutError, "one scale per block", {"after": short_scales}),
     (RuntimeError, WRITTEN, {"after": written}),
 )
+ROWS += rows(
+    frozen_arguments,
+    (ConfigError, "computes in BF16", {"use_fp8": False}),
+    (TypeError, "w2 is Tensor, and the other weight is frozen", {"w2": "values"}),
+    (ShapeError, "codes of 5 experts; needed: 3", {"experts": 3}),
+)
 ROWS += scenes(
     (ShapeError, r"^down\.b has shape", with_short_factor),
+    (TypeError, "got tuple", lambda: freeze_weights((zeros(2, 2, 2),) * 2, zeros(2, 2, 2))),
+    (DTypeError, "w1 is uint8", lambda: freeze_weights(*(zeros(4, 4, 2, dtype=torch.uint8),) * 2)),
     (ConfigError, "adapters came as an argument, and peft has some",
      lambda: adapted(["c_fc.weight"])(make_tokens(19, 32), adapters=pairs(make_layer()))),
     (ConfigError, RANKS, lambda: adapted(r=129)(make_tokens(19, 32))),
