@@ -282,7 +282,7 @@ def shared(kinds: str, steps: int, held_out: float) -> list:
         click.option("--kinds", callback=names, default=kinds, show_default=True),
         click.option("--steps", type=click.IntRange(2), default=steps, show_default=True),
         click.option("--held-out", type=float, default=held_out, show_default=True, help="MB."),
-        click.option("--minutes", type=float, default=9.3, show_default=True, help="From the start of the program."),
+        click.option("--minutes", type=float, default=9.3, show_default=True, help="From the start of the command."),
         click.option("--data", type=click.Path(path_type=Path, exists=True), multiple=True,
                      help="Files and directories with sources.  [default: this Python and its packages]"),
         click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True),
@@ -293,7 +293,8 @@ def shared(kinds: str, steps: int, held_out: float) -> list:
 def train(plans: list[Plan], device: str, held_out: float, minutes: float,
           data: Sequence[Path], out: Path) -> None:  # fmt: skip
     """Every plan in turn, on one text, while there is time; the exit code says whether all ran."""
-    deadline = STARTED + 60 * minutes
+    began = time.monotonic()
+    deadline = began + 60 * minutes
     if device == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("this needs a GPU, or --device cpu --preset tiny")
     text = read_text(data)
@@ -304,7 +305,7 @@ def train(plans: list[Plan], device: str, held_out: float, minutes: float,
     missing: list[str] = []
     for plan in plans:
         lab = Lab(plan, text, batches * plan.batch, device, out, deadline)
-        click.echo(f"{lab.task}, ready after {time.monotonic() - STARTED:.0f} s")
+        click.echo(f"{lab.task}, ready after {time.monotonic() - began:.0f} s")
         try:
             lab.train_all()
         except OutOfTime:
@@ -313,11 +314,8 @@ def train(plans: list[Plan], device: str, held_out: float, minutes: float,
         del lab
     for line in missing:
         click.echo(f"not run for want of time: {line}")
-    click.echo(f"{time.monotonic() - STARTED:.0f} s in all")
+    click.echo(f"{time.monotonic() - began:.0f} s in all")
     sys.exit(3 if missing else 0)
-
-
-STARTED = time.monotonic()
 
 
 @click.group(help=__doc__)
