@@ -162,17 +162,6 @@ def assert_refused(result, *words):
     return line
 
 
-def test_json_is_all_there_is_on_stdout_and_a_host_compares_with_fp32(run, text):
-    options = ["--micro-batches", "2", "--precision", "bf16", "--engine", "reference", "--compare"]
-    files = str(text / "a.txt"), str(text / "b.txt")
-    result = run.start(*options, "--json", "--data", *files, steps=2)
-    assert result.exit_code == 0, result.stderr
-    summary = json.loads(result.stdout)
-    config = summary["config"]
-    assert (summary["steps"], config["precision"], config["engine"]) == (2, "bf16", "reference")
-    assert config["against"] == "fp32" and "2 files" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -234,12 +223,29 @@ def test_fp8_runs_in_the_mode_of_the_environment(set_flags):
 
 def test_a_run_is_replaced_only_when_asked_to(run):
     assert run.start(steps=2).exit_code == 0
+    (run.out / "mine.txt").touch()
+    (run.out / "captured-step300-layer2.npz").touch()
     before = run.files
     for _ in range(2):
         assert_refused(run.start(), "holds a run; --resume", "--overwrite replaces it")
     assert run.resume("--overwrite").exit_code == 2 and run.files == before
     assert run.start("--overwrite").exit_code == 0
+    assert {*before} - {*run.files} == {"captured-step300-layer2.npz"}
     assert run.saved_step == len(read_metrics(run.out / "metrics.jsonl")) == 1
+    # A link to a disk that is away counts, and what is left of a run too.
+    (run.out / "checkpoint.npz").unlink()
+    (run.out / "metrics.jsonl").unlink()
+    (run.out / "summary.json").unlink()
+    (run.out / "metrics.jsonl").symlink_to("nowhere")
+    assert_refused(run.start(), "holds a run; --resume")
+
+
+def test_a_run_without_a_directory_has_a_new_one(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start = ["--framework", "torch", "--data", str(text), "--steps", "1", *SIZE_OPTIONS]
+    assert invoke(*start).exit_code == 0
+    (made,) = (tmp_path / "runs").iterdir()
+    assert (made / "checkpoint.npz").exists()
 
 
 def test_a_resumed_run_finds_its_text_by_itself(run, text, monkeypatch):
