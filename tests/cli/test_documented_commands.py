@@ -21,7 +21,7 @@ GUIDES = (
     "README.md", "CONTRIBUTING.md", "ernie_compat/README.md",
     *(f"docs/{name}.md" for name in (
         "cluster", "design", "env", "finetuning", "install", "jit", "kernels", "migrating", "newcomer",
-        "numerics", "performance",
+        "numerics", "performance", "megatron",
         "pytorch", "transformers", "troubleshooting", "verify",
     )),
 )  # fmt: skip
@@ -32,7 +32,7 @@ FURTHER = tuple(
 )
 TEXTS = {guide: (ROOT / guide).read_text(encoding="utf-8") for guide in (*GUIDES, *FURTHER)}
 NAME_NO_COMMAND = {
-    "docs/finetuning.md", "docs/migrating.md", "docs/pytorch.md", "docs/transformers.md",
+    "docs/finetuning.md", "docs/megatron.md", "docs/migrating.md", "docs/pytorch.md", "docs/transformers.md",
 }  # fmt: skip
 
 
@@ -170,7 +170,8 @@ def test_the_warm_up_compiles_what_its_page_says():
 @pytest.mark.parametrize("guide", (*GUIDES, *FURTHER))
 def test_links_and_files_exist(guide):
     text = TEXTS[guide]
-    for target, anchor in re.findall(r"\]\(([\w./-]+\.md|(?=#))(?:#([\w-]+))?\)", text):
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)  # `x[i](y)` is no link
+    for target, anchor in re.findall(r"\]\(([\w./-]+|(?=#))(?:#([\w-]+))?\)", prose):
         linked = (ROOT / guide).parent / target if target else ROOT / guide
         assert linked.exists(), target
         if anchor:

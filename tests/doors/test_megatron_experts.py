@@ -472,14 +472,11 @@ def test_specs_of_both_kinds_are_copied():
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_snippet_of_the_page_runs_and_every_link_of_it_leads_somewhere(caplog):
-    page = ROOT / "docs" / "megatron.md"
-    text = page.read_text(encoding="utf-8")
+def test_the_snippet_of_the_page_runs(caplog):
+    text = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     made: dict = {}
     exec(snippet, made)
     assert all(type(layer.mlp.experts) is SonicExperts for layer in made["model"].decoder.layers)
     # 0.16 warns of layers that it does not know, and passes them no process groups.
     assert "Unknown MLP type" not in caplog.text
-    for target in re.findall(r"\]\(([^)#]+)", text):
-        assert (page.parent / target).exists(), target

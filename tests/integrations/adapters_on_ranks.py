@@ -21,6 +21,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.distributed import DistributedConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from sonicmoe.diagnostics.capture import dump
+from sonicmoe.diagnostics.nonfinite import detect_nonfinite
+from sonicmoe.diagnostics.step_dump import load_dump
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import LayoutError
 from sonicmoe.integrations.frozen import freeze_experts, freezing_experts, thaw_experts
@@ -85,6 +88,30 @@ def experts_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def check_a_weight_is_named_as_without_ranks(implementation: str, path: Path) -> None:
+    """A parameter that is gathered for the call has its own name in a finding, and in a dump its layer."""
+    model = build(FAMILIES["qwen3-moe"](2), implementation)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[5, 60, 3] = float("nan")
+    for part in (*model.model.layers, model):
+        fully_shard(part)
+    dump(model.model.layers[0].mlp.experts, path)
+
+    def step() -> None:
+        model(input_ids=text(), labels=text(), use_cache=False).loss.backward()
+
+    step()
+    assert load_dump(path).caller.layer == "model.layers.0.mlp.experts"
+    try:
+        with detect_nonfinite():
+            step()
+    except ArithmeticError as error:
+        named = "model.layers.1.mlp.experts.gate_up_proj at expert 5, row "
+        assert f"first bad: input w1 = {named}" in str(error), error
+    else:
+        raise AssertionError("not found")
+
+
 def check_frozen_experts_are_divided(rank: int, family: str, folder: Path) -> None:
     """Each rank has the codes of its own experts, of a model that is loaded in bf16 or frozen while it
     is loaded, with FSDP2 around them and without; the losses are those of one process.
@@ -146,6 +173,9 @@ def main() -> None:
     FACES["GPT-OSS"] = GptOss, (24, H)
     for reshard in (True, False):
         check_results_written_in_place(rank, "GPT-OSS", reshard, x_grad=reshard)
+    for implementation in ("sonicmoe", "sonicmoe_fp8"):
+        path = Path(f"{sys.argv[2]}-{rank}-{implementation}.npz")
+        check_a_weight_is_named_as_without_ranks(implementation, path)
     del ReferenceEngine.backward_dw  # frozen weights want none
     for implementation, param_dtype, bound in (
         ("sonicmoe", None, 1e-5),

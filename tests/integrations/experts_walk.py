@@ -29,6 +29,7 @@ from sonicmoe.integrations.transformers import register, unsupported_reason
 
 # Multiples of what the FP8 kernels need, and more than one block of 128.
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 192, 4
+TOKENS, TOPK = 128, 2
 SIZES = {
     "hidden_size": HIDDEN, "moe_hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE,
     "moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "num_local_experts": EXPERTS,
@@ -94,6 +95,15 @@ def _constructed(kind: type[nn.Module]) -> Iterator[nn.Module]:
             yield kind(config, INTERMEDIATE) if sized else kind(config)
         except AttributeError:
             continue  # the configuration of another part: vision, or the whole model
+
+
+def batch(spread: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Tokens, distinct ids, weights and the gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    x, dout = torch.randn(2, TOKENS, HIDDEN, generator=generator)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(TOKENS)])
+    weights = torch.rand(TOKENS, TOPK, generator=generator)
+    return (spread * x).to(dtype), ids, weights.to(dtype), dout.to(dtype)
 
 
 def lost_in_fp8(experts: nn.Module) -> str | None:

@@ -56,28 +56,6 @@ FAMILIES = {
 }
 
 
-def _newer_families():
-    """Those of which older versions of transformers know nothing: clamped SwiGLU, and GELU's tanh form."""
-    try:
-        from transformers import DeepseekV4Config, Gemma4TextConfig
-    except ImportError:
-        return {}
-    common = {**COMMON, "sliding_window": 16, "moe_intermediate_size": 40}
-    slots = common.pop("num_experts_per_tok")
-    return {
-        "deepseek-v4": lambda layers: DeepseekV4Config(
-            **common, num_experts_per_tok=slots, num_hidden_layers=layers, n_routed_experts=EXPERTS, n_shared_experts=1,
-            head_dim=16, q_lora_rank=16, o_groups=2, o_lora_rank=16, index_n_heads=2, index_head_dim=8, index_topk=8,
-            layer_types=["sliding_attention"] * layers, mlp_layer_types=["moe"] * layers, hc_mult=2,
-        ),
-        "gemma4": lambda layers: Gemma4TextConfig(
-            **common, top_k_experts=slots, num_hidden_layers=layers, num_experts=EXPERTS, enable_moe_block=True,
-            head_dim=8, layer_types=["full_attention"] * layers, hidden_size_per_layer_input=0, num_kv_shared_layers=0,
-        ),
-    }  # fmt: skip
-
-
-NEWER_FAMILIES = _newer_families()
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
 # Every family once, by turns in one of the implementations; test_transformers_models.py has the
 # numbers of all pairs.

@@ -1,12 +1,11 @@
-"""Diagnosis of transformers models: which layer, which parameter, and which expert."""
+"""Diagnosis of transformers models: which layer, which parameter, and which expert. adapters_on_ranks.py
+has a sharded one.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
-import processes
 import pytest
 import torch
 import torch.nn.utils.parametrize
@@ -21,7 +20,6 @@ from sonicmoe.integrations.transformers import invalidate_caches
 
 pytestmark = pytest.mark.usefixtures("registered", "nothing_left_behind")
 LAYERS = 3
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def step(model):
@@ -149,56 +147,3 @@ def test_a_healthy_model_passes_and_its_calls_run_again(family, implementation, 
     save_dump(path, cases[0])
     assert json.loads(said_by("bisect", path, "--json"))["layer"] == names[-1]
     measured(path, bound=0.15)
-
-
-SHARDED = """
-import sys
-
-import torch
-import torch.distributed as dist
-from integrations.hf_models import FAMILIES, build, text
-from torch.distributed.fsdp import fully_shard
-
-from sonicmoe.diagnostics.capture import dump
-from sonicmoe.diagnostics.nonfinite import detect_nonfinite
-from sonicmoe.integrations.transformers import register
-
-register()
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh = dist.init_device_mesh("cpu", (1,))
-for implementation in ("sonicmoe", "sonicmoe_fp8"):
-    model = build(FAMILIES["qwen3-moe"](2), implementation)
-    with torch.no_grad():
-        model.model.layers[1].mlp.experts.gate_up_proj[5, 60, 3] = float("nan")
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-    def step():
-        model(input_ids=text(), labels=text(), use_cache=False).loss.backward()
-
-    dump(model.model.layers[0].mlp.experts, f"{sys.argv[1]}/{implementation}.npz")
-    step()
-    try:
-        with detect_nonfinite():
-            step()
-    except ArithmeticError as error:
-        print(error)
-dist.destroy_process_group()
-"""
-
-
-def test_in_a_fully_sharded_model(tmp_path):
-    """The parameter is gathered for the call, and is found by the same name as without. In another
-    process, because one that has sharded a module keeps no prepared weights.
-    """
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    result = processes.run([str(script), str(tmp_path)], environment, ROOT, timeout=240)
-    named = "model.layers.1.mlp.experts.gate_up_proj at expert 5, row "
-    line = f"first bad: input w1 = {named}"
-    assert result.stdout.count(line) == 2, result.stderr
-    for implementation in ("sonicmoe", "sonicmoe_fp8"):
-        written = load_dump(tmp_path / f"{implementation}.npz")
-        assert written.caller.layer == "model.layers.0.mlp.experts"

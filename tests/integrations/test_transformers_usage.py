@@ -18,7 +18,6 @@ from integrations.hf_models import (
     run,
     text,
 )
-from transformers import AutoModelForCausalLM
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.integrations.transformers import invalidate_caches
@@ -77,27 +76,6 @@ def test_decoding_with_a_cache_equals_one_forward(family, implementation):
     assert relative_rmse(torch.stack(generated.scores, 1), whole) <= 3e-6
     if implementation == "sonicmoe":
         assert torch.equal(generated.sequences, expected)
-
-
-@IMPLEMENTATIONS
-def test_saved_and_loaded(implementation, tmp_path):
-    """The same bits after a round trip; a checkpoint names no implementation, so that it loads
-    where this package is missing.
-    """
-    model = build(FAMILIES["qwen3-moe"](2), implementation).eval()
-    expected = model(prompt()).logits
-    model.save_pretrained(tmp_path)
-    assert "sonicmoe" not in (tmp_path / "config.json").read_text(encoding="utf-8")
-    loaded, plain = (
-        AutoModelForCausalLM.from_pretrained(
-            tmp_path, dtype=torch.float32, attn_implementation="eager", experts_implementation=name
-        )
-        for name in (implementation, "eager")
-    )
-    assert torch.equal(loaded(prompt()).logits, expected)
-    bound = 1e-5 if implementation == "sonicmoe" else 0.2
-    assert relative_rmse(plain(prompt()).logits, expected) <= bound
-    assert not torch.equal(plain(prompt()).logits, expected)
 
 
 def test_writes_without_a_trace_are_announced_for_the_whole_model(blind):

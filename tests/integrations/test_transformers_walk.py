@@ -10,33 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from integrations.experts_walk import (
-    EXPERTS,
-    HIDDEN,
-    decorated,
-    section,
-    small_experts,
-)
+from integrations.experts_walk import batch, decorated, section, small_experts
 from integrations.hf_models import errors, run_experts
 
 from sonicmoe.integrations.transformers import unsupported_reason
 from sonicmoe.interop import parse_version
 
-TOKENS, TOPK = 128, 2
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 BEGIN, END = "<!-- made by tests/integrations/experts_walk.py -->\n\n", "\n\n<!-- end -->"
 EXACT = 1e-5  # measured: 5e-7
 FP8 = 0.075  # measured: 6.9 %, what 3 mantissa bits leave
 # Every other class runs. What transformers adds is equal, or joins this list with its reason.
 REFUSED = {"MuseSparkExperts": "normalises the output of every expert"}
-
-
-def batch(spread=1.0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    x, dout = torch.randn(2, TOKENS, HIDDEN, generator=generator)
-    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(TOKENS)])
-    weights = torch.rand(TOKENS, TOPK, generator=generator)
-    return (spread * x).to(dtype), ids, weights.to(dtype), dout.to(dtype)
 
 
 @pytest.mark.parametrize("name", decorated())
