@@ -213,3 +213,12 @@ def test_collectives_deliver_what_deepep_delivered(world_results, framework):
             }
             for name, value in wanted.items():
                 assert np.array_equal(result[f"recorded/{name}"], value), name
+
+
+@pytest.mark.paddle
+def test_paddles_own_reductions_give_the_mean_over_ranks(world_results):
+    """After the backwards and overlapping them; a hook fires once per weight and backward."""
+    for result in world_results("paddle", 2):
+        for case in ("data parallel, auto", "data parallel, step", "overlap"):
+            assert result[f"main_grad/{case}"] <= 2e-5, case
+        assert result["main_grad/overlap hooks"] == 8 * 4

@@ -117,25 +117,6 @@ class PipelineParallel(paddle.nn.Layer):
         return sum(float(loss) for loss in losses)
 
 
-class Overlap:
-    """Reduction that overlaps the backward: it counts the hooks of every weight, and reads
-    `main_grad` at once.
-    """
-
-    def __init__(self, model):
-        self.calls = [0] * len(model.parameters())
-        self.seen = [0.0] * len(self.calls)
-        for position, parameter in enumerate(model.parameters()):
-            parameter._register_backward_hook(self._hook(position, parameter))
-
-    def _hook(self, position, parameter):
-        def called(*_):
-            self.calls[position] += 1
-            self.seen[position] = float(parameter.main_grad.abs().sum())
-
-        return called
-
-
 def make_batches(count):
     """Tokens, indices, probabilities."""
     rng = np.random.default_rng(5)
