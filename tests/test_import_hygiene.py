@@ -98,25 +98,6 @@ def test_lazy_import_is_recognised() -> None:
         assert lazy_torch_imports(source) == lines
 
 
-def module_level_frameworks(source: str) -> set[str]:
-    """Frameworks a module imports when it is imported itself; blocks under `if TYPE_CHECKING` do
-    not count.
-    """
-    tree = parsed(source)
-    statements = [node for node in tree.body if not is_for_types(node)]
-    names = {name.split(".")[0] for node in statements for name in imported_modules(node)}
-    return names & FRAMEWORKS
-
-
-def test_command_modules_name_no_framework_at_top_level() -> None:
-    offenders = {
-        path.name: found
-        for path in (PACKAGE / "cli").glob("*.py")
-        if (found := module_level_frameworks(path.read_text(encoding="utf-8")))
-    }
-    assert offenders == {}
-
-
 @cache
 def layers() -> list[tuple[Path, int]]:
     """Paths of the tree in docs/design.md, each with the number of its line in the table; the

@@ -101,13 +101,6 @@ def test_a_bad_weight_of_an_expert_without_tokens_is_named(mode, bad):
     )
 
 
-def test_a_bad_gradient_is_named_in_backward():
-    values = numpy(batch()[3])
-    values[23, 9] = np.nan
-    words = "first bad: input dout at token 23, column 9"
-    found(lambda: train_step(make_node("mem"), dout=in_bf16(values)), words)
-
-
 @pytest.fixture
 def engine(monkeypatch):
     """Has every node choose this engine."""
