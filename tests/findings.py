@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 from framework import torch
+from numerics_cases import load_case
 from numerics_scores import evaluate
 
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.capture import step_of_backward
-from sonicmoe.diagnostics.cases import as_case, load_case
+from sonicmoe.diagnostics.cases import as_case
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
 from sonicmoe.enums import ZCode
 from sonicmoe.observe import BackwardBegins, observing

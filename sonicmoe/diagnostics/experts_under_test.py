@@ -25,7 +25,7 @@ from ..enums import ActivationType
 from ..errors import ConfigError, did_you_mean, expect
 from ..layouts import ExpertLayout, convert_weights
 from .capture import to_numpy
-from .cases import VERIFIED, CaseSizes, make_case
+from .cases import VERIFIED, CaseSizes, as_case, random_step
 from .golden_stages import TENSORS, golden_tensors
 from .step_dump import Array, StepDump, StepSettings
 
@@ -91,7 +91,10 @@ class ExpertsUnderTest:
             "activation_parameters": self.parameters,
         }
         settings = StepSettings(recipe=None, dtype=self.dtype, **own)
-        return make_case("gaussian", self.sizes, seed, settings)
+        rng, size = np.random.default_rng(seed), (self.sizes.tokens, self.sizes.hidden)
+        tokens = rng.standard_normal(size), rng.standard_normal(size)
+        drawn = settings, self.sizes, rng, lambda *shape: rng.standard_normal(shape), tokens
+        return as_case(random_step("normal", *drawn))
 
 
 def load(name: str) -> Experts:

@@ -4,8 +4,9 @@ import dataclasses
 
 import numpy as np
 from framework import torch
+from numerics_cases import make_case
 
-from sonicmoe.diagnostics.cases import CaseSizes, make_case
+from sonicmoe.diagnostics.cases import CaseSizes
 from sonicmoe.diagnostics.golden_stages import RowLayout
 from sonicmoe.diagnostics.step_dump import StepDump, StepSettings
 from sonicmoe.quant.format import BlockScaledTensor, Code

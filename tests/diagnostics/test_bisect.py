@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from framework import numpy, tensor, torch
+from numerics_cases import DATA_KINDS
 from oracle.case import Case
 from oracle.faces import run as run_case
 from oracle.golden import scene_of
@@ -29,7 +30,6 @@ from sonicmoe.diagnostics.bisect import (
     stages_of,
 )  # fmt: skip
 from sonicmoe.diagnostics.bisect_report import text_of, verdict
-from sonicmoe.diagnostics.cases import DATA_KINDS
 from sonicmoe.diagnostics.golden_stages import golden_stages
 from sonicmoe.diagnostics.stage_runner import engine_settings, run_stages
 from sonicmoe.diagnostics.stage_stats import StageValue, row_deviations, stage_stats

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from damage import variants
+from numerics_cases import load_case, make_case
 
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.callers import Caller
-from sonicmoe.diagnostics.cases import CaseSizes, load_case, make_case
+from sonicmoe.diagnostics.cases import CaseSizes
 from sonicmoe.diagnostics.step_dump import StepSettings, save_dump
 from sonicmoe.errors import SonicMoEError
 

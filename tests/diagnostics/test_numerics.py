@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from framework import tensor, torch
 from numerics_baselines import BASELINES, Dispatch
+from numerics_cases import DATA_KINDS, LONE_OUTLIERS, load_case, make_case
 from numerics_report import main
 from numerics_scores import (
     BASELINE,
@@ -26,14 +27,7 @@ from numerics_scores import (
 )
 
 from sonicmoe.config import SonicMoEConfig
-from sonicmoe.diagnostics.cases import (
-    DATA_KINDS,
-    LONE_OUTLIERS,
-    CaseSizes,
-    load_case,
-    make_case,
-    round_to_bf16,
-)
+from sonicmoe.diagnostics.cases import CaseSizes, round_to_bf16
 from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
 from sonicmoe.diagnostics.step_dump import DumpError, StepSettings, save_dump
 from sonicmoe.enums import ACTIVATIONS, ActivationType, ZCode

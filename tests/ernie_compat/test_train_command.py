@@ -13,6 +13,7 @@ import numpy as np
 import processes
 import pytest
 from click.testing import CliRunner
+from numerics_cases import load_case
 from small_run import SIZE_OPTIONS, run_train, write_text
 from worlds import ROOT, environment
 
@@ -20,7 +21,6 @@ from ernie_compat.checkpoint import load_checkpoint, read_header
 from ernie_compat.metrics import read_metrics
 from ernie_compat.model_config import node_config
 from ernie_compat.train_command import train
-from sonicmoe.diagnostics.cases import load_case
 from sonicmoe.diagnostics.step_dump import load_dump
 
 

@@ -11,13 +11,13 @@ import pytest
 from findings import captured_calls, fault_of, found, measured, said_by, spoil
 from framework import torch
 from functional.layer_golden import make_layer, make_tokens
+from numerics_cases import load_case
 from pairwise import pairwise
 from torch import nn
 
 from sonicmoe import moe_general_routing_inputs, moe_TC_softmax_topk_layer
 from sonicmoe.diagnostics.bisect import bisect
 from sonicmoe.diagnostics.capture import dump
-from sonicmoe.diagnostics.cases import load_case
 from sonicmoe.diagnostics.step_dump import load_dump, save_dump
 from sonicmoe.enums import ActivationType
 from sonicmoe.observe import listening

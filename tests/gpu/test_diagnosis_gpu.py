@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numerics_cases import make_case
 
 from sonicmoe.bench.workload import Variant, available_variants
 from sonicmoe.diagnostics.bisect import WGRAD_OPERANDS, bisect
 from sonicmoe.diagnostics.bisect_report import text_of
-from sonicmoe.diagnostics.cases import CaseSizes, make_case
+from sonicmoe.diagnostics.cases import CaseSizes
 from sonicmoe.diagnostics.step_dump import StepDump, StepSettings
 from sonicmoe.enums import EngineName
 

@@ -18,10 +18,11 @@ import os
 import pytest
 import torch
 from gpu import engine_cases
+from numerics_cases import DATA_KINDS, make_case
 from numerics_scores import BARRED_DATA, BASELINE, RESOLUTION, RMSE_BARS, judge, score
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.diagnostics.cases import DATA_KINDS, CaseSizes, make_case
+from sonicmoe.diagnostics.cases import CaseSizes
 from sonicmoe.diagnostics.golden_stages import TENSORS
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings

@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numerics_cases import DATA_KINDS, make_case
 
 from sonicmoe.bench.cost_model import TILE_ROWS
 from sonicmoe.bench.runner import find_device, measure
 from sonicmoe.bench.shapes import SHAPES, Shape
 from sonicmoe.bench.timing import MIB, Memory, measure_memory
 from sonicmoe.bench.workload import Batch, Layer, NodeCall, Variant, available_variants
-from sonicmoe.diagnostics.cases import DATA_KINDS, CaseSizes, make_case
+from sonicmoe.diagnostics.cases import CaseSizes
 from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
 from sonicmoe.diagnostics.stage_runner import run_stages
 from sonicmoe.engine.select import choose_engine
@@ -141,11 +142,11 @@ def determinism(fast: bool) -> dict[str, Any]:
         )
         if not fast:
             program = (
-                "import sys, json; sys.path[:0] = [sys.argv[1], sys.argv[2]]; import core_phases as c; "
-                "print(json.dumps(c.digests(c.Variant.parse(sys.argv[3]), c.find_device())))"
+                "import sys, json; sys.path[:0] = sys.argv[1:4]; import core_phases as c; "
+                "print(json.dumps(c.digests(c.Variant.parse(sys.argv[4]), c.find_device())))"
             )
             answer = subprocess.run(
-                [sys.executable, "-c", program, str(ROOT), str(HERE), str(variant)],
+                [sys.executable, "-c", program, str(ROOT), str(ROOT / "benchmarks"), str(HERE), str(variant)],
                 capture_output=True, text=True, check=True,
             )  # fmt: skip
             figures[f"process: {variant} differing results"] = sum(

@@ -24,6 +24,7 @@ import click
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+sys.path.insert(0, str(HERE.parents[1] / "benchmarks"))
 sys.path.insert(0, str(HERE))
 
 from core_phases import PHASES, NotHere, Phase  # noqa: E402
