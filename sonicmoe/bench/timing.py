@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from ..observe import ranges_on
 from .figures import Turn
 from .power import Meter
 from .trace import PHASE_PREFIX, Kernel, covered_us, kernels_of
-from .workload import NodeCall
+from .workload import NodeCall, Stack
 
 Phases = Sequence[tuple[str, Callable[[], None]]]
 MIB = float(1 << 20)
@@ -35,14 +35,6 @@ AHEAD = 2  # steps that the host may be ahead of the GPU, which so never waits f
 Key = TypeVar("Key")
 Run = TypeVar("Run")
 Figure = TypeVar("Figure")
-
-
-class Steps(Protocol):
-    """Anything whose steps can be issued: `run()` issues one of `layers` layers and waits for nothing."""
-
-    layers: int
-
-    def run(self) -> None: ...
 
 
 def wait(device: str | torch.device) -> None:
@@ -214,7 +206,7 @@ class Clock:
         return [1e-3 * a.elapsed_time(b) for a, b in pairs]
 
 
-def time_steps(stack: Steps, steps: int, device: str) -> list[float]:
+def time_steps(stack: Stack, steps: int, device: str) -> list[float]:
     """Microseconds per layer of `steps` steps, issued behind one that is not timed; on a CPU by the
     host's clock.
     """
@@ -227,7 +219,7 @@ def time_steps(stack: Steps, steps: int, device: str) -> list[float]:
     return [1e6 * seconds / stack.layers for seconds in clock.durations()]
 
 
-def profile_steps(stack: Steps, steps: int) -> float | None:
+def profile_steps(stack: Stack, steps: int) -> float | None:
     """Microseconds per layer in which the GPU worked, the mean of `steps` steps behind one that is
     left out; None without a profiler.
 
@@ -237,7 +229,7 @@ def profile_steps(stack: Steps, steps: int) -> float | None:
     return busy_us(stack.run, "cuda", steps) / stack.layers or None
 
 
-def sustain(stack: Steps, seconds: float, device: str, settle_s: float = SETTLE_S) -> Turn:
+def sustain(stack: Stack, seconds: float, device: str, settle_s: float = SETTLE_S) -> Turn:
     """Steps for `settle_s` seconds that do not count, while power and clocks settle, then for
     `seconds` that do; at least one counts.
     """
@@ -249,7 +241,7 @@ def sustain(stack: Steps, seconds: float, device: str, settle_s: float = SETTLE_
     return [1e6 * step / stack.layers for step in clock.durations()], meter.reading()
 
 
-def _run_for(stack: Steps, seconds: float, mark: Callable[[], None]) -> None:
+def _run_for(stack: Stack, seconds: float, mark: Callable[[], None]) -> None:
     began = time.perf_counter()
     while True:
         stack.run()

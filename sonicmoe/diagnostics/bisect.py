@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from ..engine.reference import ReferenceEngine
-from .callers import GRADIENT
 from .golden_stages import RowLayout, golden_stages
 from .json_data import plain
 from .stage_runner import StageRun, engine_named, run_stages
 from .stage_stats import StageStats, StageValue, closeness, row_deviations, stage_stats
-from .step_dump import Array, StepDump
+from .step_dump import GRADIENT, Array, StepDump
 
 INPUTS = ("x", "probs", "w1", "w2", "b1", "b2", "dout")
 WGRAD_OPERANDS = ("wgrad_dout", "wgrad_y1s", "wgrad_x", "wgrad_dz")

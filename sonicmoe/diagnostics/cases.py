@@ -75,7 +75,7 @@ def random_step(
     settings: StepSettings,
     sizes: CaseSizes,
     rng: np.random.Generator,
-    draw: Callable[..., Array],
+    draw: Callable[..., Any],
     tokens: tuple[Array, Array],
 ) -> StepDump:
     """A step of x and dout `[T, H]`, in fp64. Weights have variance 1 / fan_in where the numbers of

@@ -17,7 +17,7 @@ import torch
 
 from ..interop import IS_PADDLE
 from ..observe import FACES, NODE, ExpertCall
-from .callers import Caller
+from .step_dump import Caller
 
 Tensor = torch.Tensor
 

@@ -49,13 +49,16 @@ def engine_named(name: str, device: str) -> Engine:
 class Recorder:
     """A listener that keeps a host copy of everything shown once; what an engine taps beats what
     its seam returns.
+
+    forced: values of another run by stage, with which the engine goes on. So every stage that is kept
+        is computed from the inputs which that run had for it.
     """
 
-    def __init__(self, engine: str) -> None:
-        self.run = StageRun(engine)
+    def __init__(self, engine: str, forced: Mapping[str, Array]) -> None:
+        self.run, self._forced = StageRun(engine), forced
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Keep `value`, return it unchanged."""
+        """Keep `value`; return it, or what is forced in its place."""
         if isinstance(value, RoutingMetadata):
             # The routing contract says every value of these tensors, so they are compared exactly
             # and apart from the stages.
@@ -69,28 +72,13 @@ class Recorder:
             self.run.stages[name] = StageValue(to_numpy(dequantize(value)), codes, value.code.max)
         else:
             self.run.stages[name] = StageValue(to_numpy(value))
-        return value
+        forced = self._forced.get(name)
+        return value if forced is None else _in_place_of(value, forced)
 
     def at_seam(self, name: str, value: Any) -> None:
         """Show a value that an engine has returned, unless its own tap has shown that stage."""
         if value is not None and name not in self.run.stages:
             tap(name, value)
-
-
-class ForcingRecorder(Recorder):
-    """A recorder that goes on with the values of another run. So every stage that it keeps is
-    computed from the inputs which that run had for it.
-    """
-
-    def __init__(self, engine: str, values: Mapping[str, Array]) -> None:
-        super().__init__(engine)
-        self._values = values
-
-    def __call__(self, name: str, value: Any) -> Any:
-        """Keep `value`, return the other run's, where it has shown the stage."""
-        super().__call__(name, value)
-        values = self._values.get(name)
-        return value if values is None else _in_place_of(value, values)
 
 
 def _in_place_of(value: Any, values: Array) -> Any:
@@ -120,7 +108,7 @@ def run_stages(
         forced: values by stage that the engine goes on with instead of its own. Nobody else listens
             to such a run: a listener may have changed the run that the values are from.
     """
-    recorder = Recorder(engine.name) if forced is None else ForcingRecorder(engine.name, forced)
+    recorder = Recorder(engine.name, forced or {})
     try:
         # The listener is process-wide, so no other engine may run meanwhile.
         with plain_ops(), listening(recorder, alone=forced is not None):

@@ -24,7 +24,7 @@ from .gpu import gpu_of
 from .interface import EngineWeights
 from .plain_engine import PlainEngine
 from .products import Products, Wgrads, plain_operand
-from .routed_layer import RoutedEngine
+from .routed_layer import Prepared, RoutedEngine
 from .settings import EngineSettings
 from .targets import GradientTargets
 from .tokens import PendingWgrad, Saved, Tokens, plain_tokens
@@ -53,7 +53,7 @@ class Bf16Engine(RoutedEngine, PlainEngine):
         with plain_ops():
             weights = weights_in_place(source, settings.activation)
         self._check_kinds(weights, settings)
-        prepared = bf16_sm90.Prepared(settings, are_lent(weights, source))
+        prepared = Prepared(settings, are_lent(weights, source))
         object.__setattr__(weights, "native", prepared)
         return weights
 

@@ -103,31 +103,19 @@ def wgrad_on(device: str, dtype: str) -> Wgrad:
     return Wgrad(program_source(arch).load(), module, dtype)
 
 
-class Prepared:
-    """The passes over one kind of weights (`EngineWeights.native`), and what is bound for them: found
-    when somebody first asks. are_lent: the weights are the user's own memory.
-    """
+class Bf16Layer(RoutedLayer):
+    """See `RoutedLayer`. z and dz have their columns in the order of w1's rows."""
 
-    def __init__(self, settings: EngineSettings, are_lent: bool = False) -> None:
-        self.settings, self.are_lent = settings, are_lent
-        self._plain: tuple[Passes, Any] | None = None
+    with_dgated, parts_of_b = "", "gradient_parts"
 
-    def passes(self, weights: EngineWeights, *call: Any) -> tuple[Passes, Any]:
-        """Those that read these weights, and the handle of what is bound. call: as of `_made`."""
-        if weights.adapters is not None:
-            return self._made(weights, *call)
-        if self._plain is None:
-            self._plain = self._made(weights, *call)
-        return self._plain
-
-    def _made(
-        self, weights: EngineWeights, tokens: Tensor, stream: int, backward: bool
+    def _bind(
+        self, anchor: Tensor, weights: EngineWeights, settings: EngineSettings, backward: bool
     ) -> tuple[Passes, Any]:
-        settings, adapters, layout = self.settings, weights.adapters, weights.layout
-        own = settings.activation, settings.activation_parameters, dtype_name(tokens.dtype)
+        adapters, layout, dtype = weights.adapters, weights.layout, anchor.dtype
+        own = settings.activation, settings.activation_parameters, dtype_name(dtype)
         form = gathers_first(weights.intermediate_size), isinstance(weights.w1, ExpertMatrices)
-        passes = passes_on(device_name(tokens), *own, *form, adapters is not None)
-        factors = factors_of(adapters, passes.kernels, tokens.dtype, settings, backward, stream)
+        passes = passes_on(device_name(anchor), *own, *form, adapters is not None)
+        factors = factors_of(adapters, passes.kernels, dtype, settings, backward, self._stream)
         if "up_b_t" in factors:
             factors["up_b_t"] = _order_of(weights).user_b1(factors["up_b_t"])
         (first, second), scales = passes.gate, (0.0, 0.0) if adapters is None else adapters.scales
@@ -139,25 +127,6 @@ class Prepared:
             **{name: factors.get(name) for name in FACTORS},
             **dict(zip(OF_LAUNCHES, (*scales, settings.gemm_num_sms), strict=True)),
         )
-
-
-class Bf16Layer(RoutedLayer):
-    """See `RoutedLayer`. z and dz have their columns in the order of w1's rows."""
-
-    with_dgated, parts_of_b = "", "gradient_parts"
-
-    def _prepare(
-        self, x: Tensor, weights: EngineWeights, settings: EngineSettings, backward: bool
-    ) -> Passes:
-        self.dtype = self.narrow_dtype = x.dtype
-        stream = current_stream(x)
-        prepared = weights.native
-        if prepared is None or prepared.settings is not settings:
-            prepared = Prepared(settings)
-            object.__setattr__(weights, "native", prepared)
-        passes, handle = prepared.passes(weights, x, stream, backward)
-        self._given = {"weights": handle, "stream": stream, "halves": weights.layout.split_half}
-        return passes
 
     def empty_z(self) -> Tensor:
         return self._empty_rows(self._weights.n1)
@@ -181,7 +150,9 @@ class Bf16Layer(RoutedLayer):
         weights = self._weights
         w1, w1_up = self._operand(weights.w1)
         self._passes.forward(
-            **self._given,
+            weights=self._handle,
+            stream=self._stream,
+            halves=weights.layout.split_half,
             routing=self.routed.routing,
             x=x,
             z=z,
@@ -223,7 +194,9 @@ class Bf16Layer(RoutedLayer):
         token_rows = self._token_rows()
         try:
             self._passes.dgated(
-                **self._given,
+                weights=self._handle,
+                stream=self._stream,
+                halves=weights.layout.split_half,
                 routing=self.routed.routing,
                 dout=dout,
                 z=z,
@@ -253,7 +226,7 @@ class Bf16Layer(RoutedLayer):
 
     def dgrad(self, dz: Tensor, x: Tensor) -> Tensor:
         dx, (w1, w1_up) = self.empty_dx(x), self._operand(self._weights.w1_dgrad)
-        given = {name: self._given[name] for name in ("weights", "stream")}
+        given = {"weights": self._handle, "stream": self._stream}
         scratch, v = self.scratch("dx_scratch", "dx_rows"), self.v.up
         operands = {"dz": dz, "dx": dx, "dx_scratch": scratch, "w1": w1, "w1_up": w1_up, "up_v": v}
         self._passes.dgrad(**given, routing=self.routed.routing, **operands)

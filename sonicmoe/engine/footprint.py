@@ -24,12 +24,8 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 MAX_KNOWN = 1024  # gradients of so many layers that stay in place are known
 
 
-class Findings:
-    """Answers about memory of one place, by question. They hold no memory."""
-
-    def __init__(self) -> None:
-        self.answers: dict[Hashable, Any] = {}
-
+# Answers about memory of one place, by question. They hold no memory.
+Findings = dict[Hashable, Any]
 
 # By addresses, strides, shapes and dtypes: memory that a framework makes anew, or of which a trainer
 # makes new views, often lies where it lay at the last step.
@@ -47,7 +43,7 @@ def findings_of(arrangement: Hashable, tensors: Sequence[Tensor | None]) -> Find
     key = arrangement, absent, lies, kinds
     if key not in _known and len(_known) >= MAX_KNOWN:
         _known.clear()
-    return _known.setdefault(key, Findings())
+    return _known.setdefault(key, {})
 
 
 class Footprint:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..enums import ZCode
-from ..interop import current_stream, device_name, empty
+from ..interop import device_name, empty
 from ..quant.format import BlockScaledTensor, Code
 from ..quant.gpu import transposed
 from ..routing.metadata import ROW_ALIGNMENT
@@ -19,7 +19,6 @@ from .hopper_passes import (
     KeptZ,
     Passes,
     passes_on,
-    prepared_handle,
     token_arguments,
     z_arguments,
 )
@@ -41,25 +40,18 @@ class HopperLayer(RoutedLayer):
     narrow_dtype = torch.bfloat16
     with_dgated, parts_of_b = "b", "parts_of_both"
 
-    def _prepare(
-        self, x: Tokens, weights: EngineWeights, settings: EngineSettings, backward: bool
-    ) -> Passes:
-        if isinstance(x, BlockScaledTensor):
-            anchor, self.dtype = x.codes, torch.bfloat16
-        else:
-            anchor, self.dtype = x, x.dtype
-        self._stream = current_stream(anchor)
-        prepared = weights.native
-        if prepared is not None and weights.adapters is not None:
-            same = prepared.adapters is weights.adapters and prepared.of_backward is backward
-            prepared = prepared if same else None
-        if prepared is None or prepared.settings is not settings:
-            has = weights.b1 is not None, weights.adapters is not None
-            form = settings.save_z, *has
-            passes = passes_on(device_name(anchor), settings.activation, *form)
-            prepared = prepared_handle(passes, weights, settings, backward, self._stream)
-        self._prepared = prepared
-        return prepared.passes
+    def _bind(
+        self, anchor: Tensor, weights: EngineWeights, settings: EngineSettings, backward: bool
+    ) -> tuple[Passes, Any]:
+        adapters = weights.adapters
+        form = settings.save_z, weights.b1 is not None, adapters is not None
+        passes = passes_on(device_name(anchor), settings.activation, *form)
+        # `iso_weight` does not keep backward's order.
+        own = ("w1_dgrad", "w2_dgrad") if weights.two_orders else ()
+        held = {name: getattr(weights, name) for name in ("w1", "w2", "b1", "b2", *own)}
+        of_call = passes.kernels, torch.bfloat16, settings, backward, self._stream
+        held |= factors_of(adapters, *of_call)
+        return passes, passes.weights_of(held, passes.numbers(settings, adapters))
 
     def empty_z(self) -> KeptZ:
         shape = (self._routing.num_rows, 2 * self._weights.intermediate_size)
@@ -70,7 +62,7 @@ class HopperLayer(RoutedLayer):
 
     def forward(self, x: Tokens, z: KeptZ | None, out: Tensor | None) -> None:
         self._passes.forward(
-            weights=self._prepared.handle,
+            weights=self._handle,
             routing=self.routed.routing,
             stream=self._stream,
             **token_arguments("x", x),
@@ -188,7 +180,7 @@ class HopperLayer(RoutedLayer):
         """The handle of weights whose contraction over forward's rows is contiguous."""
         # Else it is of these matrices alone, transposed for the next call.
         if self._weights.two_orders:
-            return self._prepared.handle
+            return self._handle
         held = {name: getattr(self._weights, f"{name}_dgrad") for name in names}
         matrices = {f"{n}_dgrad": transposed(q) for n, q in held.items()}
         own = self._passes.kernels, torch.bfloat16, self._settings, True, self._stream

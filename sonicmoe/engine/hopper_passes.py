@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,24 +17,14 @@ from ..quant.format import BlockScaledTensor, Orientation
 from ..routing.backends import arch_of
 from .gradient_places import wgrad_destination
 from .hopper_program import BINDS, GATES, KERNELS, PASSES, RECIPE, VOCABULARY, WEIGHTS
-from .interface import EngineSettings, EngineWeights
+from .interface import EngineSettings
 from .low_rank import Adapters
-from .routed_passes import FACTORS, OF_ADAPTERS, RoutedPasses, exported_by, factors_of
+from .routed_passes import FACTORS, OF_ADAPTERS, RoutedPasses, exported_by
 from .targets import GradientTargets
 
 Tensor = torch.Tensor
 KeptZ = BlockScaledTensor | Tensor  # 8-bit codes, or bf16
 Z_BLOCK = RECIPE.z
-
-
-class PreparedHandle(NamedTuple):
-    """The native handle of prepared weights, and the passes that take it under these settings."""
-
-    handle: Any
-    passes: Passes
-    settings: EngineSettings
-    adapters: Adapters | None = None
-    of_backward: bool = False
 
 
 class Passes(RoutedPasses):
@@ -122,30 +112,6 @@ def z_arguments(z: KeptZ | None) -> dict[str, Any]:
     if isinstance(z, BlockScaledTensor):
         return {"z": z.bytes, "z_scale": z.scale_inv, "z_rows": None}
     return {"z": None, "z_scale": None, "z_rows": z}
-
-
-def prepared_handle(
-    passes: Passes,
-    weights: EngineWeights,
-    settings: EngineSettings,
-    backward: bool = False,
-    stream: int = 0,
-) -> PreparedHandle:
-    """The handle of prepared weights, kept beside the tensors it refers to, so that it lives as long
-    as they do and no longer. backward: of which pass factors of adapters are to be in it.
-    """
-    # `iso_weight` does not keep backward's order.
-    own = ("w1_dgrad", "w2_dgrad") if weights.two_orders else ()
-    names = ("w1", "w2", "b1", "b2", *own)
-    matrices = {name: getattr(weights, name) for name in names}
-    factors = factors_of(
-        weights.adapters, passes.kernels, torch.bfloat16, settings, backward, stream
-    )
-    numbers = passes.numbers(settings, weights.adapters)
-    handle = passes.weights_of({**matrices, **factors}, numbers)
-    held = PreparedHandle(handle, passes, settings, weights.adapters, backward)
-    object.__setattr__(weights, "native", held)
-    return held
 
 
 @functools.lru_cache(maxsize=64)

@@ -307,17 +307,3 @@ class Engine(ABC):
         if GradientMode.MAIN_GRAD in self.record.gradients:
             return None
         return f"the {self.name} engine adds to accumulators in the native layout only"
-
-    def backward(
-        self,
-        dout: Tokens,
-        saved: Saved,
-        weights: EngineWeights,
-        targets: GradientTargets | None,
-    ) -> tuple[Tensor, Tensor]:
-        """`backward_dx`, then `backward_dw` unless `targets` is None (frozen weights)."""
-        # Frozen weights cost no product: the operands are dropped where nobody adds them.
-        dx, dprobs, pending = self.backward_dx(dout, saved, weights)
-        if targets is not None:
-            self.backward_dw(pending, targets)
-        return dx, dprobs

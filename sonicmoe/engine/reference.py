@@ -35,11 +35,12 @@ from .interface import (
     token_dtype,
 )
 from .low_rank import Adapters
-from .reference_low_rank import NarrowProducts, narrow_products
 from .reference_operands import (
+    NarrowProducts,
     experts_with_rows,
     gather_rows,
     grouped,
+    narrow_products,
     operand,
     quantize_operand,
     rounded,

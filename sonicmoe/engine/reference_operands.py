@@ -1,5 +1,6 @@
 """The operands of the reference engine's products: which values a GEMM reads, after the recipe's
-quantisation and the gather into expert order.
+quantisation and the gather into expert order; and the products of low-rank pairs, fp32 (formulas:
+`low_rank.py`).
 
 Legend: T tokens, R padded rows in expert order, C columns.
 """
@@ -7,7 +8,7 @@ Legend: T tokens, R padded rows in expert order, C columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,9 +18,9 @@ from ..quant.format import BlockScaledTensor, Code
 from ..quant.recipes import BlockShape, Fp8Recipe
 from ..quant.reference import dequantize, has_e4m3, quantize
 from ..routing.metadata import RoutingMetadata
-from .interface import EngineWeight
+from .interface import EngineWeight, EngineWeights
 from .settings import EngineSettings
-from .tokens import Tokens
+from .tokens import Tokens, token_dtype
 
 Tensor = torch.Tensor
 Operand = Tensor | BlockScaledTensor
@@ -186,3 +187,57 @@ def gather_rows(tokens: Tensor, routing: RoutingMetadata) -> Tensor:
         index = routing.row_token[first : first + count].to(torch.int64)
         rows[first : first + count] = tokens.index_select(0, index)
     return rows
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowProducts:
+    """The narrow products of one projection. u and v `[R, width]` are fp32, rounded to the dtype of the tokens."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    routing: RoutingMetadata
+
+    @property
+    def width(self) -> int:
+        return int(self.a.shape[1])
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """u, and the pair's part of the projection of `rows`, which are as the GEMM reads them."""
+        u = self._narrow(rows, self.a, transpose=True)
+        return u, grouped(u, self.b, self.routing, transpose_weight=True)
+
+    def backward(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """v, and what the pair adds to the gradient of the operand; `gradient` of the projection's
+        output, as dgrad reads it.
+        """
+        v = self._narrow(gradient, self.b, transpose=False)
+        return v, grouped(v, self.a, self.routing, transpose_weight=False)
+
+    def gradients(
+        self, rows: Tensor, v: Tensor, gradient: Tensor, u: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """fp32 `(da, db)`; zeros for experts without rows."""
+        device = rows.device
+        da, db = (
+            torch.zeros(f.shape, dtype=torch.float32, device=device) for f in (self.a, self.b)
+        )
+        for expert, first, count, _ in experts_with_rows(self.routing):
+            true = slice(first, first + count)
+            da[expert] = v[true].transpose(0, 1) @ rows[true]
+            db[expert] = gradient[true].transpose(0, 1) @ u[true]
+        return da, db
+
+    def _narrow(self, rows: Tensor, factor: Tensor, *, transpose: bool) -> Tensor:
+        product = grouped(rows, factor, self.routing, transpose_weight=transpose)
+        return rounded(product * self.scale, self.a.dtype)
+
+
+def narrow_products(
+    weights: EngineWeights, routing: RoutingMetadata, x: Tokens
+) -> list[NarrowProducts | None]:
+    """The narrow products of the up- and the down-projection; None where there is no adapter."""
+    return [
+        pair and NarrowProducts(*pair.operands(token_dtype(x)), pair.scale, routing)
+        for pair in (weights.adapters or (None, None))
+    ]

@@ -34,6 +34,18 @@ Operands = tuple[Tensor | None, Tensor | None, bool]
 NO_OPERANDS: Operands = (None, None, False)
 
 
+class Prepared:
+    """What is bound of weights for calls with these settings (`EngineWeights.native`): the passes that
+    read the weights, and the handle that they take; None until the first call.
+
+    are_lent: the weights are the user's own memory.
+    """
+
+    def __init__(self, settings: EngineSettings, are_lent: bool = False) -> None:
+        self.settings, self.are_lent = settings, are_lent
+        self.bound: tuple[Any, Any] | None = None
+
+
 class RoutedLayer(ABC):
     """The passes of one forward, or of one backward to the tokens, and what their arguments share.
 
@@ -42,14 +54,13 @@ class RoutedLayer(ABC):
 
     dtype, device: of out and dx; the dtype is `token_dtype` of the tokens.
     routed: the routing as passes take it.
-    u, v: of adapters, in narrow_dtype. Passes fill u where z is computed, and v in dgated.
+    u, v: of adapters, in narrow_dtype, or in that of the tokens where it is None. Passes fill u where z is computed, and v in dgated.
     biases: memory of db1 `[E, N1]` and db2 `[E, H]`, which dgated fills where it is there.
     db: `factor_gradients` of the factors in with_dgated, whose gradients dgated sums.
     parts_of_b: the kernel that says how much memory sums of second factors need.
     """
 
-    dtype: torch.dtype
-    narrow_dtype: torch.dtype
+    narrow_dtype: torch.dtype | None = None
     with_dgated: str
     parts_of_b: str
     u: Narrow = NO_ROWS
@@ -65,17 +76,31 @@ class RoutedLayer(ABC):
         settings: EngineSettings,
         backward: bool = False,
     ) -> None:
+        if isinstance(x, BlockScaledTensor):
+            anchor, self.dtype = x.codes, torch.bfloat16
+        else:
+            anchor, self.dtype = x, x.dtype
         # Asked once a layer: device and stream of a tensor cost the host as much as a launch.
-        self._passes = passes = self._prepare(x, weights, settings, backward)
-        self.routed = passes.routed(routing, weights.hidden_size, weights.intermediate_size)
+        self._stream = current_stream(anchor)
+        prepared, bound = weights.native, None
+        if prepared is None or prepared.settings is not settings:
+            prepared = Prepared(settings)
+            object.__setattr__(weights, "native", prepared)
+        elif weights.adapters is None:  # which every call has its own of
+            bound = prepared.bound
+        if bound is None:
+            bound = self._bind(anchor, weights, settings, backward)
+            prepared.bound = bound if weights.adapters is None else prepared.bound
+        self._passes, self._handle = bound
+        self.routed = self._passes.routed(routing, weights.hidden_size, weights.intermediate_size)
         self.device = self.routed.device
         self._routing, self._weights, self._settings = routing, weights, settings
 
     @abstractmethod
-    def _prepare(
-        self, x: Any, weights: EngineWeights, settings: EngineSettings, backward: bool
-    ) -> Any:
-        """The passes for these weights, and what a call needs to know of x and them."""
+    def _bind(
+        self, anchor: Tensor, weights: EngineWeights, settings: EngineSettings, backward: bool
+    ) -> tuple[Any, Any]:
+        """The passes for tokens like `anchor` and these weights, and the handle of what is bound."""
 
     @abstractmethod
     def empty_z(self) -> Any:
@@ -100,7 +125,7 @@ class RoutedLayer(ABC):
     def empty_narrow(self, adapters: Adapters) -> Tensor:
         """Memory of a `Narrow`, unwritten."""
         size = self._routing.num_rows, sum(adapters.widths)
-        return empty(size, self.narrow_dtype, self.device)  # type: ignore[no-any-return]
+        return empty(size, self.narrow_dtype or self.dtype, self.device)  # type: ignore[no-any-return]
 
     @abstractmethod
     def forward(self, x: Any, z: Any, out: Tensor | None) -> None:

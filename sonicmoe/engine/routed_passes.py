@@ -7,13 +7,13 @@ Legend: R padded rows in expert order; other letters as in `interface`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..interop import device_of
+from ..interop import device_of, empty
 from ..routing.metadata import RoutingMetadata
-from .factor_operands import FactorOperands
 from .low_rank import Adapters
 from .program import Buffer, Program, Programs, Rule, Stage, Vocabulary
 from .settings import EngineSettings
@@ -145,11 +145,36 @@ def factors_of(
     for side, pair in zip(("up", "down"), adapters or (None, None), strict=True):
         if pair is None:
             continue
-        operands = FactorOperands(pair, dtype, kernels["prepare_factor"], stream)
-        for name in "ab":
+        for name, axis in (("a", 1), ("b", 2)):
+            factor, own = getattr(pair, name).detach(), (kernels["prepare_factor"], stream)
+            made = partial(_factor, factor, axis, pair.width, dtype, *own)
             if backward:
-                found[f"{side}_{name}_t"] = operands.transposed(name)
+                found[f"{side}_{name}_t"] = made(turned=True)
             # A backward may compute z again.
             if not backward or (settings.recompute_z and side == "up"):
-                found[f"{side}_{name}"] = operands.straight(name)
+                found[f"{side}_{name}"] = made(turned=False)
     return found
+
+
+def _factor(
+    factor: Tensor,
+    axis: int,
+    width: int,
+    dtype: torch.dtype,
+    prepare: Any,
+    stream: int,
+    *,
+    turned: bool,
+) -> Tensor:
+    """A factor as the kernels read it: contiguous, in the dtype of the tokens, with zeros behind the
+    rank along `axis`; turned: its last two axes have changed places.
+    """
+    as_it_is = factor.dtype == dtype and factor.shape[axis] == width
+    if not turned and as_it_is and factor.is_contiguous() and factor.data_ptr() % 16 == 0:
+        return factor
+    shape = [int(size) for size in factor.shape]
+    shape[axis] = width
+    experts, *sides = shape
+    made: Tensor = empty((experts, *sides[:: -1 if turned else 1]), dtype, factor.device)
+    prepare(factor, *((None, made) if turned else (made, None)), stream)
+    return made

@@ -168,7 +168,7 @@ class GradientTargets:
         """
         if self.findings is None:
             self.findings = findings_of(*self._memory())
-        answers = self.findings.answers
+        answers = self.findings
         if key not in answers:
             answers[key] = find()
         return answers[key]  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,20 +93,28 @@ class Saved:
             z_spec = BlockSpec(self.z.block, self.z.code)
         elif self.z is not None:
             tensors.append(self.z)
-        has_projected = self.projected is not None
-        return tensors, SavedSpec(self.settings, self.routing, x_spec, z_spec, has_projected)
+        routing, has_projected = self.routing, self.projected is not None
+        return tensors, SavedSpec(
+            settings=self.settings,
+            sizes=routing.sizes,
+            places=None if routing.memory is None else routing.places,  # type: ignore[arg-type]
+            host_counts=routing.host_counts,
+            x=x_spec,
+            z=z_spec,
+            has_projected=has_projected,
+            routing_checksum=routing_checksum(routing),
+            given=1 if x_spec is None else 2,
+        )
 
 
-@dataclass(frozen=True)
-class BlockSpec:
+class BlockSpec(NamedTuple):
     """Static half of a block-scaled tensor."""
 
     block: BlockShape
     code: Code
 
 
-@dataclass(frozen=True, eq=False)
-class SavedSpec:
+class SavedSpec(NamedTuple):
     """The static half of a `Saved`: holds no tensor, so autograd's saved-tensor machinery sees
     every byte.
 
@@ -123,27 +131,6 @@ class SavedSpec:
     has_projected: bool
     routing_checksum: int | None
     given: int
-
-    def __init__(
-        self,
-        settings: EngineSettings,
-        routing: RoutingMetadata,
-        x: BlockSpec | None,
-        z: BlockSpec | None,
-        has_projected: bool = False,
-    ) -> None:
-        # The class is frozen, so its fields are set past `__setattr__`.
-        self.__dict__.update(
-            settings=settings,
-            sizes=routing.sizes,
-            places=None if routing.memory is None else routing.places,
-            host_counts=routing.host_counts,
-            x=x,
-            given=1 if x is None else 2,
-            z=z,
-            has_projected=has_projected,
-            routing_checksum=routing_checksum(routing),
-        )
 
     def unpack(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Saved:
         # The order of `Saved.pack`: x, the routing, what adapters project, z.

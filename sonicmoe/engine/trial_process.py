@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from ..interop import FRAMEWORK
@@ -35,18 +34,11 @@ _ERROR = re.compile(r"[\w.]+(Error|Exception): ")
 Event = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Seconds until the reference engine has run in a new process, and for each case."""
-
-    start: float = 300.0
-    case: float = 60.0
+# Seconds until the reference engine has run in a new process, and for each case.
+START_S, CASE_S = 300.0, 60.0
 
 
-LIMITS = Limits()
-
-
-def run_trial(request: Request, limits: Limits) -> tuple[list[Event], str | None, str]:
+def run_trial(request: Request) -> tuple[list[Event], str | None, str]:
     """A process that tries an engine: its events; how it ended, in words, or None where every case
     was run; and the end of what it printed. It is gone afterwards.
     """
@@ -65,7 +57,7 @@ def run_trial(request: Request, limits: Limits) -> tuple[list[Event], str | None
             # Both processes are of one user and one code.
             with suppress(BrokenPipeError), process.stdin as pipe:
                 pipe.write(pickle.dumps(request))
-            events, ended = _follow(process, limits)
+            events, ended = _follow(process)
         finally:
             with suppress(ProcessLookupError):
                 # The whole group, because a compiler or a debugger of the child may still run.
@@ -78,7 +70,7 @@ def run_trial(request: Request, limits: Limits) -> tuple[list[Event], str | None
         return events, ended, printed.read().decode(errors="replace").strip()
 
 
-def _follow(process: subprocess.Popen[bytes], limits: Limits) -> tuple[list[Event], str | None]:
+def _follow(process: subprocess.Popen[bytes]) -> tuple[list[Event], str | None]:
     """Its events and its end; the limit begins again with every event."""
     assert process.stdout is not None
     events: list[Event] = []
@@ -86,7 +78,7 @@ def _follow(process: subprocess.Popen[bytes], limits: Limits) -> tuple[list[Even
     with selectors.DefaultSelector() as output:
         output.register(process.stdout, selectors.EVENT_READ)
         while True:
-            limit = limits.case if events else limits.start
+            limit = CASE_S if events else START_S
             if not output.select(limit):
                 return events, f"did not end within {limit:.0f} s"
             said = os.read(process.stdout.fileno(), 1 << 16)

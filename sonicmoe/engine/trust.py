@@ -35,7 +35,7 @@ from .cold_start import run_jobs
 from .interface import Engine
 from .settings import TokenFormat, Workload
 from .trial import BEGIN, RESULT, Request
-from .trial_process import LIMITS, Event, Limits, quoted, run_trial
+from .trial_process import Event, quoted, run_trial
 
 _FILE = "verdict.json"
 HOW_TO_SKIP = "SONIC_MOE_ENGINE_CHECK=0 runs it unchecked"
@@ -258,7 +258,7 @@ def announced_trial(subject: Subject) -> Verdict:
     return replace(verdict, reason=reason)
 
 
-def try_engine(subject: Subject, limits: Limits | None = None) -> Verdict:
+def try_engine(subject: Subject) -> Verdict:
     """Run `trial.py` in a new process and judge what it says; `reason` names the case.
     UndecidedError: nothing was learnt about the engine, in words.
     """
@@ -271,7 +271,7 @@ def try_engine(subject: Subject, limits: Limits | None = None) -> Verdict:
         "forbid_compile": True,
     }
     request = Request(subject.engine, subject.smaller(), subject.device, settings)
-    events, ended, words = run_trial(request, limits or LIMITS)
+    events, ended, words = run_trial(request)
     cases = tuple(event for event in events if event["event"] == RESULT)
     problems = (f"{case['case']}: {case['problem']}" for case in cases if case["problem"])
     reason = next(problems, None)

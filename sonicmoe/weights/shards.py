@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ..quant.format import BlockScaledTensor
 Tensor = torch.Tensor
 
 _aten = torch.ops.aten
+LayerCodes = Any  # `gathered.LayerCodes`, which imports this module
 # By these FSDP2 cuts a parameter into shards, and modules move, cast and materialise one.
 _STAYS_SHARD = {
     _aten.detach.default,
@@ -27,17 +28,6 @@ _STAYS_SHARD = {
 }
 
 
-class ReadableCodes(Protocol):
-    """The codes of one layer, `gathered.LayerCodes`."""
-
-    def chooses_codes(self) -> bool: ...
-    def freeze(self, chosen: None) -> None: ...
-    def expire(self) -> None: ...
-    def inputs(self, shard: ExpertShard, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]: ...
-    def hold(self, role: int, outputs: tuple[Tensor, ...], gathered: Gathered) -> None: ...
-    def read(self, *arguments: Any) -> Any: ...
-
-
 class ExpertShard(torch.Tensor):
     """A parameter of experts, whole or a rank's part of it: the memory and the values of the tensor
     that it was made of. Operations return plain tensors, and so does a copy or a checkpoint of it.
@@ -45,12 +35,12 @@ class ExpertShard(torch.Tensor):
     codes: of its layer. role: 0, 1, ... in the order of the layer's parameters.
     """
 
-    codes: ReadableCodes
+    codes: LayerCodes
     role: int
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def of(cls, values: Tensor, codes: ReadableCodes, role: int) -> ExpertShard:
+    def of(cls, values: Tensor, codes: LayerCodes, role: int) -> ExpertShard:
         """In the memory of `values`."""
         made = torch.Tensor._make_subclass(cls, values)
         made.codes, made.role = codes, role
@@ -132,7 +122,7 @@ class _Unread(torch.Tensor):
     """
 
     @classmethod
-    def of(cls, codes: ReadableCodes, beside: Tensor, dtype: torch.dtype) -> _Unread:
+    def of(cls, codes: LayerCodes, beside: Tensor, dtype: torch.dtype) -> _Unread:
         nothing = torch.full((1,), float("nan"), dtype=dtype, device=beside.device)
         _layers[nothing.untyped_storage()] = codes
         return nothing.as_subclass(cls)
@@ -163,7 +153,7 @@ _layers = WeakIdKeyDictionary()
 GATHERED = _layers.data  # empty where no codes are gathered, which costs no call to ask
 
 
-def codes_behind(weight: Tensor) -> ReadableCodes | None:
+def codes_behind(weight: Tensor) -> LayerCodes | None:
     """The layer whose codes were gathered for this parameter, or view of one; None for any other."""
     return _layers.get(weight.untyped_storage()) if GATHERED else None  # type: ignore[no-any-return]
 

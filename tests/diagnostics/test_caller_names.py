@@ -6,7 +6,7 @@ from findings import found
 from framework import IS_PADDLE, parameter, tensor, torch
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.diagnostics.callers import Caller
+from sonicmoe.diagnostics.step_dump import Caller
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 if IS_PADDLE:

@@ -12,9 +12,8 @@ from damage import variants
 from numerics_cases import load_case, make_case
 
 from sonicmoe.cli.main import main
-from sonicmoe.diagnostics.callers import Caller
 from sonicmoe.diagnostics.cases import CaseSizes
-from sonicmoe.diagnostics.step_dump import StepSettings, save_dump
+from sonicmoe.diagnostics.step_dump import Caller, StepSettings, save_dump
 from sonicmoe.errors import SonicMoEError
 
 PLAIN = make_case("gaussian", CaseSizes(tokens=4, hidden=8, intermediate=8, experts=2, topk=1), 0)

@@ -9,7 +9,15 @@ import itertools
 import torch
 
 from sonicmoe.engine.activations import activate, activate_backward
-from sonicmoe.engine.blackwell.mx import ATOM_BLOCKS, ATOM_BYTES, ATOM_ROWS
+from sonicmoe.engine.blackwell.mx import (
+    ATOM_BLOCKS,
+    ATOM_BYTES,
+    ATOM_ROWS,
+    BLOCK,
+    MxTensor,
+    atom_of_tile,
+    scale_atoms,
+)
 from sonicmoe.kernels.blackwell.quack_gemm import Stored
 from sonicmoe.quant.recipes import ScaleFormat, rows
 from sonicmoe.quant.reference import quantize
@@ -193,6 +201,36 @@ class MxRows:
     def sum_partials(self, partials, dout, b2):
         assert b2 is None
         return partials.sum(1)
+
+
+class MxKernels:
+    """The quantisers of `mxfp8`, by the exact one."""
+
+    @staticmethod
+    def quantize_rows_iso32(source, token, ends, codes, by_columns, by_rows, gathers, stream):
+        # An expert's rows are whole blocks, so all rows are one matrix.
+        if not len(token):
+            return
+        rows = source[token.clamp(min=0).long()] if gathers else source
+        values = torch.where((token >= 0)[:, None], rows.float(), 0.0)
+        q = quantize(values, BLOCK, scale_format=ScaleFormat.POW2)
+        codes.copy_(q.bytes)
+        atoms = atom_of_tile(ends, len(token))
+        # Atoms between experts keep what they hold.
+        if by_columns is not None:
+            by_columns[atoms] = scale_atoms(q)[0]
+        if by_rows is not None:
+            by_rows[:, atoms] = scale_atoms(q)[1]
+
+    @staticmethod
+    def update(weights, source):
+        """`MxWeights` of what lies on the host."""
+        made = []
+        for native in source.native()[:2]:
+            # A square block has one scale for both directions, so `scale_atoms` serves dgrad too.
+            q = quantize(native, BLOCK, scale_format=ScaleFormat.POW2)
+            made.append(MxTensor.of(q.bytes, *scale_atoms(q)))
+        weights._forward, weights._layout = tuple(made), None
 
 
 class MxGemms(Gemms):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from passes import backward
 
 from sonicmoe.engine.interface import EngineSettings, GradientMode, GradientTargets
 from sonicmoe.enums import ActivationType, is_glu
@@ -92,6 +93,6 @@ def run(case, engine, targets=None):
     """Everything a forward and a backward give, by name; what other targets hold is not among it."""
     weights, out, saved = case.forward(engine)
     targets = targets or case.accumulators()
-    dx, dprobs = engine.backward(case.dout, saved, weights, targets)
+    dx, dprobs = backward(engine, case.dout, saved, weights, targets)
     named = {"out": out, "dx": dx, "dprobs": dprobs}
     return named | (targets.named() if targets.mode is GradientMode.NATIVE else {})

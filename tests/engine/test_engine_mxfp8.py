@@ -16,7 +16,7 @@ if IS_PADDLE:
 
 from engine import fp8_layer
 from engine.fp8_layer import E, parameter_targets
-from engine.host_gemms import MxGemms, MxRows
+from engine.host_gemms import MxGemms, MxKernels, MxRows
 from oracle.case import covering
 from oracle.engines import broken_on_host, chosen_on_host
 from oracle.faces import ON_HOST, normal
@@ -55,6 +55,8 @@ def gemms(monkeypatch):
         yield made.setdefault(key, MxGemms(*key)), MxRows(routing)
 
     monkeypatch.setattr(mxfp8, "_launches", launches)
+    monkeypatch.setattr(mx, "_kernels", lambda device: MxKernels)
+    monkeypatch.setattr(mx.MxWeights, "_update_on_host", MxKernels.update)
     for module in (mxfp8, mx):
         empty = module.empty
         monkeypatch.setattr(module, "empty", lambda *args, empty=empty: empty(*args).fill_(0xFF))

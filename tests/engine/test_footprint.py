@@ -73,7 +73,7 @@ def test_answers_are_found_once_and_not_for_ever(monkeypatch):
     for others in kept:
         findings_of("rows", others)
         assert len(footprint._known) <= 2
-    assert last.findings.answers == {"key": 1}, "where it lies still"
+    assert last.findings == {"key": 1}, "where it lies still"
     assert findings_of("rows", tensors) is not last.findings
 
 

@@ -19,12 +19,12 @@ import pytest
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.architectures import SM90, SM120
-from sonicmoe.engine import select, trial, trust
+from sonicmoe.engine import select, trial, trial_process, trust
 from sonicmoe.engine.capabilities import BF16, RECORDS
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import TokenFormat, Workload
-from sonicmoe.engine.trust import Limits, Subject, UndecidedError, Verdict, try_engine
+from sonicmoe.engine.trust import Subject, UndecidedError, Verdict, try_engine
 from sonicmoe.enums import EngineName
 from sonicmoe.errors import EngineUnavailableError
 from sonicmoe.jit.cache import CompileCache, default_cache
@@ -73,8 +73,9 @@ class TestInAProcess:
         (planted_engines.Faults, "training: the process died of SIGSEGV"),
         (planted_engines.NeverEnds, "training: did not end within 4 s"),
     ], ids=["a wrong number", "a fault", "an endless loop"])  # fmt: skip
-    def test_a_planted_fault_is_named(self, engine, words):
-        verdict = try_engine(subject(engine), Limits(case=4.0))
+    def test_a_planted_fault_is_named(self, monkeypatch, engine, words):
+        monkeypatch.setattr(trial_process, "CASE_S", 4.0)
+        verdict = try_engine(subject(engine))
         assert not verdict.trusted and verdict.reason.startswith(words)
         assert [case["problem"] for case in verdict.cases[:2]] == [None, None]
         assert not _children()
@@ -92,7 +93,7 @@ def _children():
 def inline(monkeypatch, engine, ended="exit status 1"):
     """`try_engine` without a process: the events are those of `trial.run` in this one."""
 
-    def run(request, limits):
+    def run(request):
         events = []
         try:
             trial.run(pickle.loads(pickle.dumps(request)), events.append)
@@ -159,7 +160,7 @@ def trials(monkeypatch):
     """What trials find, by engine; and a list of those that were made."""
     made = []
 
-    def find(subject, limits=None):
+    def find(subject):
         made.append(subject)
         found = find.verdicts.get(subject.record.name, Verdict(True))
         if isinstance(found, Exception):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from gpu.device import DEVICE, raw
 from oracle.golden import GAINS
+from passes import backward
 from public_models import EXPERT_SIZES
 
 from sonicmoe.engine.interface import EngineSettings, GradientTargets
@@ -153,7 +154,7 @@ def run(case, engine, settings=None, *, counts=None):
     weights = engine.prepare_weights(*case.weights, settings)
     out, saved = engine.forward(case.x, case.routing(counts), weights, settings)
     accumulators = case.accumulators()
-    dx, dprobs = engine.backward(case.dout, saved, weights, accumulators)
+    dx, dprobs = backward(engine, case.dout, saved, weights, accumulators)
     return {"out": out, "dx": dx, "dprobs": dprobs, **accumulators.named()}
 
 

@@ -13,7 +13,7 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.enums import ActivationType
 from sonicmoe.layer.state import LayerState
 from sonicmoe.node.mlp_node import SonicMoEMlpNode
-from sonicmoe.weights.numbered import NumberedParameters
+from sonicmoe.weights.parameters import NumberedParameters
 
 pytestmark = pytest.mark.gpu
 

@@ -15,12 +15,12 @@ from gpu import planted_gpu_engines
 from pairwise import pairwise
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.engine import select, trust
+from sonicmoe.engine import select, trial_process, trust
 from sonicmoe.engine.capabilities import BF16, MXFP8, RECORDS, REFERENCE, problem
 from sonicmoe.engine.cold_start import compile_missing
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.settings import Workload
-from sonicmoe.engine.trust import Limits, Subject, try_engine
+from sonicmoe.engine.trust import Subject, try_engine
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit.cache import default_cache
 from sonicmoe.quant.recipes import RECIPES
@@ -131,11 +131,12 @@ def trials_of_this_process():
 
 
 @planted
-def test_a_planted_kernel_is_found_and_harms_nobody(planted_cache, engine, words):
+def test_a_planted_kernel_is_found_and_harms_nobody(planted_cache, monkeypatch, engine, words):
     here = torch.arange(8.0, device=DEVICE)
     with planted_cache.activate():
         subject = Subject(engine, NOT_PROVEN, WORKLOADS["swiglu"], DEVICE, arch_of(DEVICE))
-        verdict = try_engine(subject, Limits(case=10.0))
+        monkeypatch.setattr(trial_process, "CASE_S", 10.0)
+        verdict = try_engine(subject)
     assert not verdict.trusted and verdict.reason.startswith(words), verdict.reason
     if engine is planted_gpu_engines.Faults:
         assert "CUDA error" in verdict.reason, verdict.reason

@@ -15,7 +15,7 @@ from sonicmoe.errors import OutOfMemoryError
 from sonicmoe.layer.late_wgrad import WgradStore
 from sonicmoe.layer.state import LayerState
 from sonicmoe.node.mlp_node import SonicMoEMlpNode
-from sonicmoe.weights.numbered import NumberedParameters
+from sonicmoe.weights.parameters import NumberedParameters
 
 pytestmark = pytest.mark.skipif(IS_PADDLE, reason="Megatron-Core runs on PyTorch")
 

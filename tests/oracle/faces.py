@@ -25,7 +25,7 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.layer.state import LayerState
 from sonicmoe.layouts import GateUp, WeightLayout
 from sonicmoe.quant.tokens import quantize_tokens
-from sonicmoe.weights.numbered import NumberedParameters
+from sonicmoe.weights.parameters import NumberedParameters
 
 HELD = 0.25  # in every `main_grad` before the step
 ON_HOST = " on host"  # behind the name of a GPU's engine whose kernels a host computes

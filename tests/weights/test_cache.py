@@ -23,7 +23,7 @@ from sonicmoe.enums import ZCode
 from sonicmoe.interop import data_ptr
 from sonicmoe.layer.bound import BoundLayer
 from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.weights.numbered import NumberedParameters
+from sonicmoe.weights.parameters import NumberedParameters
 
 PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["dx256"])

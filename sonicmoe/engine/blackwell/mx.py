@@ -21,15 +21,13 @@ from typing import Any
 import torch
 
 from ...errors import ShapeError, expect
-from ...interop import current_stream, device_name, device_of, empty, is_cuda, numel
+from ...interop import current_stream, device_name, device_of, empty, numel
 from ...kernels.blackwell import mx_quantize_source
 from ...quant.format import BlockScaledTensor, Code, Orientation
 from ...quant.gpu import QuantizedWeights
-from ...quant.recipes import RECIPES, BlockShape, ScaleFormat, iso, rows
-from ...quant.reference import quantize
+from ...quant.recipes import RECIPES, BlockShape, iso, rows
 from ...refusals import need_dtype, need_shape
 from ...routing.backends import arch_of
-from ...weight_source import WeightSource
 
 Tensor = torch.Tensor
 
@@ -201,8 +199,7 @@ def quantize_rows_iso32(
     along_rows: bool = True,
 ) -> MxTensor:
     """Rows in expert order to `[R, C]` codes in 32x32 blocks, with the scales that are asked for;
-    one launch. Rows without a token are zeros. On a GPU rows behind the last expert's are not
-    written.
+    one launch. Rows without a token are zeros. Rows behind the last expert's are not written.
 
     Args:
         source: bf16 `[T, C]`, gathered here through row_token int32 `[R]`, or `[R, C]` in expert
@@ -229,42 +226,11 @@ def quantize_rows_iso32(
     # Bytes, because the kernels know no FP8 dtype of a framework.
     codes = empty((num_rows, width), torch.uint8, device)
     by_columns, by_rows = scales(along_columns, down, across), scales(along_rows, across, down)
-    if is_cuda(source):
-        native, stream = _kernels(device_name(source)), current_stream(source)
-        native.quantize_rows_iso32(
-            source, row_token, padded_offsets, codes, by_columns, by_rows, gathers, stream
-        )
-    else:
-        _quantize_on_host(source, row_token, padded_offsets, gathers, codes, (by_columns, by_rows))
+    native, stream = _kernels(device_name(source)), current_stream(source)
+    native.quantize_rows_iso32(
+        source, row_token, padded_offsets, codes, by_columns, by_rows, gathers, stream
+    )
     return MxTensor.of(codes, by_columns, by_rows, padded_offsets=padded_offsets)
-
-
-def _quantize_on_host(
-    source: Tensor,
-    row_token: Tensor,
-    padded_offsets: Tensor,
-    gathers: bool,
-    codes: Tensor,
-    scales: tuple[Tensor | None, Tensor | None],
-) -> None:
-    """By the exact quantiser."""
-    # An expert's rows are whole blocks, so all rows are one matrix.
-    num_rows = int(row_token.shape[0])
-    if num_rows == 0:
-        return
-    real = (row_token >= 0).unsqueeze(-1)
-    token = torch.clamp(row_token, min=0).to(torch.int64)
-    rows = source.index_select(0, token) if gathers else source
-    values = torch.where(real, rows.to(torch.float32), torch.zeros_like(rows, dtype=torch.float32))
-    q = quantize(values, BLOCK, scale_format=ScaleFormat.POW2)
-    codes.copy_(q.bytes)
-    atoms = atom_of_tile(padded_offsets, num_rows)
-    by_columns, by_rows = scale_atoms(q)
-    # Atoms between experts keep what they hold, as on the GPU.
-    if scales[0] is not None:
-        scales[0][atoms] = by_columns
-    if scales[1] is not None:
-        scales[1][:, atoms] = by_rows
 
 
 def scale_atoms(q: BlockScaledTensor) -> tuple[Tensor, Tensor]:
@@ -311,14 +277,6 @@ class MxWeights(QuantizedWeights):
             _empty_weight((experts, rows, columns), device)
             for rows, columns in ((n1, hidden), (hidden, inner))
         )
-
-    def _update_on_host(self, source: WeightSource) -> None:
-        # A square block has one scale for both directions, so `scale_atoms` serves dgrad too.
-        made = []
-        for native in source.native()[:2]:
-            q = quantize(native, BLOCK, scale_format=ScaleFormat.POW2)
-            made.append(MxTensor.of(q.bytes, *scale_atoms(q)))
-        self._forward, self._layout = tuple(made), None
 
 
 def _empty_weight(shape: tuple[int, int, int], device: Any) -> MxTensor:

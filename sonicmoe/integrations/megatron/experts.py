@@ -17,7 +17,7 @@ from ...layer.late_wgrad import WgradStore
 from ...layer.state import LayerState
 from ...node.mlp_node import SonicMoEMlpNode
 from ...refusals import need_type
-from ...weights.numbered import NumberedParameters
+from ...weights.parameters import NumberedParameters
 from .linear import ExpertLinear
 from .options import activation_of, check_options, check_sizes, own_config, puts_off, sizes_of
 
