@@ -1,16 +1,16 @@
-"""When a node's engine weights are made again, of parameters in every arrangement, in both
-frameworks. test_stale_weights.py has the tables of docs/design.md.
+"""Engine weights that a later forward reads, or that lie elsewhere, before a backward; and what a node
+is pickled with. test_stale_weights.py has when they are made again.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 
 import numpy as np
 import pytest
-from framework import IS_PADDLE, numpy, tensor, torch
+from framework import IS_PADDLE, numpy, torch
+from functional.following import Following
 from node.node_harness import ARRANGEMENTS, Layer, make_problem
 from node.node_harness import FP8 as FP8_CONFIG
 from weights.weight_sources import SOURCES, SWIGLU, per_expert_source, weight_arrays
@@ -19,7 +19,6 @@ from sonicmoe.engine.expert_matrices import ExpertMatrices
 from sonicmoe.engine.interface import EngineWeights
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import EngineSettings
-from sonicmoe.enums import ZCode
 from sonicmoe.interop import data_ptr
 from sonicmoe.layer.bound import BoundLayer
 from sonicmoe.quant.recipes import RECIPES
@@ -27,158 +26,18 @@ from sonicmoe.weights.parameters import NumberedParameters
 
 PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
-each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 pytorch_only = pytest.mark.skipif(IS_PADDLE, reason="a trace that PyTorch leaves")
 
 
-class CountingEngine(ReferenceEngine):
-    def __init__(self):
-        self.prepared = 0
-
-    def prepare_weights(self, *arguments):
-        self.prepared += 1
-        return super().prepare_weights(*arguments)
-
-
-class LookingEngine(ReferenceEngine):
-    """Looks for writes itself and updates its weights in place, as `hopper` does on its device."""
-
-    def __init__(self):
-        self.looks, self.told = 0, []
-
-    def keep(self, previous, written=False):
-        self.looks += not written
-        return not written
-
-    def refresh(self, source, settings, previous=None, written=True):
-        self.told.append(written)
-        return previous or dataclasses.replace(super().refresh(source, settings), store=True)
-
-
-def write(weight, array):
-    """Change a parameter in place, as an optimizer does."""
+def write_twice_as_large(weights, weight):
+    """In place, as an optimizer does."""
     with torch.no_grad():
-        weight.copy_(tensor(array, torch.float32).to(weight.dtype))
+        weight.copy_(2 * weight)
 
 
-def kept(layer):
-    """`(engine, weights)`, prepared and kept."""
-    engine, weights = CountingEngine(), BoundLayer(layer)
-    weights.invalidate()  # under Paddle nothing is kept before the first announcement
-    weights.read(engine, FP8)
-    weights.read(engine, FP8)
-    assert engine.prepared == 1
-    return engine, weights
-
-
-def step_of(fused):
-    def step(weights, parameters):
-        for weight in parameters:
-            weight.grad = torch.ones_like(weight)
-        torch.optim.AdamW(parameters, lr=0.1, fused=fused).step()
-
-    return step
-
-
-def another_step(weights, parameters):
-    """Of any parameters: a fused optimizer may have written these without a trace."""
-    other = torch.nn.Parameter(torch.zeros(1))
-    step_of(True)(weights, [other])
-
-
-EVENTS = {
-    "announced": lambda weights, parameters: weights.invalidate(),
-    "dropped": lambda weights, parameters: weights.drop(),
-    **(
-        {}
-        if IS_PADDLE
-        else {
-            "written": lambda weights, parameters: write(parameters[-1], numpy(parameters[-1]) * 2),
-            "optimizer": step_of(False),
-            "fused optimizer": step_of(True),
-            "another model's optimizer": another_step,
-        }
-    ),
-}
-
-
-@pytest.mark.usefixtures("weights_on_a_gpu")
-class TestEvents:
-    """On a GPU, with an engine that does not look at the device."""
-
-    @each_source
-    @pytest.mark.parametrize("event", EVENTS)
-    def test_prepares_again_once(self, make, event):
-        layer = make(*weight_arrays())
-        engine, weights = kept(layer)
-        EVENTS[event](weights, layer.parameters())
-        fresh = weights.read(engine, FP8).weights
-        assert weights.read(engine, FP8).weights is fresh and engine.prepared == 2
-
-    def test_settings_that_change_no_weight_share_them(self):
-        engine, weights = kept(per_expert_source(*weight_arrays()))
-        for other in (
-            EngineSettings(recipe=FP8.recipe, save_z=ZCode.E4M3, recompute_z=True),
-            EngineSettings(recipe=FP8.recipe, fp8_wgrad=False, frees_stagewise=True),
-        ):
-            weights.read(engine, other)
-        assert engine.prepared == 1
-
-
-class TestOnAHost:
-    """The engine prepares in every forward, whatever anybody announces."""
-
-    @each_source
-    @pytest.mark.parametrize("settings", [PLAIN, FP8], ids=["plain", "fp8"])
-    def test_a_write_without_an_announcement_is_computed_with(self, make, settings):
-        layer, engine = make(*weight_arrays()), ReferenceEngine()
-        weights = BoundLayer(layer)
-        weights.read(engine, settings)
-        for weight in layer.parameters():
-            address, changed = data_ptr(weight), numpy(weight)
-            changed.ravel()[3] *= 1.5
-            if IS_PADDLE:
-                write(weight, changed)
-            else:
-                weight.data.copy_(tensor(changed, weight.dtype))  # moves no version counter
-            assert data_ptr(weight) == address, "the test must change the weight in place"
-            found = weights.read(engine, settings).values()
-            wanted = BoundLayer(layer).read(engine, settings).values()
-            assert all(map(np.array_equal, map(numpy, found), map(numpy, wanted)))
-
-    def test_nothing_is_held_between_forwards(self):
-        weights = BoundLayer(per_expert_source(*weight_arrays()))
-        weights.read(ReferenceEngine(), FP8)
-        assert weights._prepared.weights is None
-
-
-class TestAnEngineThatLooks:
-    """It is asked in every forward, and quantises whatever it finds where the host knows better."""
-
-    def test_is_asked_at_every_forward(self):
-        engine, weights = LookingEngine(), BoundLayer(per_expert_source(*weight_arrays()))
-        first = weights.read(engine, FP8).weights
-        assert all(weights.read(engine, FP8).weights is first for _ in range(3))
-        assert (engine.looks, engine.told) == (3, [True])
-
-    @pytest.mark.parametrize(
-        "event", ["announced", *([] if IS_PADDLE else ["written", "optimizer"])]
-    )
-    def test_is_told_of_an_event(self, event):
-        layer = per_expert_source(*weight_arrays())
-        engine, weights = LookingEngine(), BoundLayer(layer)
-        first = weights.read(engine, FP8).weights
-        EVENTS[event](weights, layer.parameters())
-        assert weights.read(engine, FP8).weights is first
-        assert (engine.looks, engine.told) == (0, [True, True])
-
-    def test_that_cannot_look_is_shown_the_weights(self):
-        """As where it read a copy of them."""
-        engine, weights = LookingEngine(), BoundLayer(per_expert_source(*weight_arrays()))
-        engine.keep = lambda *_: False
-        for _ in range(2):
-            weights.read(engine, FP8)
-        assert engine.told == [True, False]
+def write_and_announce(weights, weight):
+    write_twice_as_large(weights, weight)
+    weights.invalidate()
 
 
 class TestBackwardsThatAreLate:
@@ -193,14 +52,9 @@ class TestBackwardsThatAreLate:
         return early, weights.read(engine, FP8)
 
     @pytorch_only
-    @pytest.mark.parametrize("announced", [False, True])
-    def test_overwritten_weights_are_refused(self, announced):
-        def change(weights, weight):
-            write(weight, 2 * numpy(weight))
-            if announced:
-                weights.invalidate()
-
-        early, late = self.scenario(LookingEngine(), change)
+    @pytest.mark.parametrize("change", [write_twice_as_large, write_and_announce])
+    def test_overwritten_weights_are_refused(self, change):
+        early, late = self.scenario(Following(), change)
         with pytest.raises(RuntimeError, match="read by another forward, between this forward and"):
             early.check_current()
         late.check_current()
@@ -209,8 +63,7 @@ class TestBackwardsThatAreLate:
     def test_an_engine_that_kept_the_old_ones_has_them(self, keeps, request):
         if keeps:
             request.getfixturevalue("weights_on_a_gpu")
-        change = lambda weights, weight: write(weight, 2 * numpy(weight))  # noqa: E731
-        early, late = self.scenario(ReferenceEngine(), change)
+        early, late = self.scenario(ReferenceEngine(), write_twice_as_large)
         assert early.weights is not late.weights
         early.check_current()
 
@@ -220,7 +73,7 @@ class TestBackwardsThatAreLate:
         layer = SOURCES["native"](*weight_arrays())
         reading = BoundLayer(layer).read(ReferenceEngine(), PLAIN)
         reading.check_current()
-        write(layer.parameters()[1], 2 * numpy(layer.parameters()[1]))
+        write_twice_as_large(None, layer.parameters()[1])
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*where they lie"):
             reading.check_current()
 

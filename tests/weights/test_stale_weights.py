@@ -7,13 +7,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from functional.following import Following
-from node.node_harness import Layer, make_problem
+from node.node_harness import ARRANGEMENTS, Layer, make_problem
 from weights.freed_memory import free
 
 from sonicmoe.config import SonicMoEConfig
@@ -26,6 +27,7 @@ from sonicmoe.weights.cache import PreparedWeights
 
 PAGE = Path(__file__).parents[2] / "docs" / "design.md"
 OURS = SonicMoEConfig(engine="auto", fp8_mode="perf")
+UNQUANTISED = SonicMoEConfig(engine="auto")
 OTHERS = {
     "settings": SonicMoEConfig(engine="auto", fp8_mode="perf", recipe="1x128"),
     "engine": SonicMoEConfig(engine="reference", fp8_mode="perf"),
@@ -96,8 +98,9 @@ def engines(monkeypatch):
 class OfNode:
     """The layer of a node."""
 
-    def __init__(self):
-        self.layer = Layer(make_problem(), dtype=torch.bfloat16, config=None)
+    def __init__(self, arrangement="per_expert"):
+        given = {"arrangement": arrangement, "dtype": torch.bfloat16, "config": None}
+        self.layer = Layer(make_problem(), **given)
         if IS_PADDLE:  # nothing is kept before the first announcement
             self.layer.node.invalidate_caches()
 
@@ -105,9 +108,9 @@ class OfNode:
         with config.activate():
             return numpy(self.layer.call().out)
 
-    def fresh(self):
+    def fresh(self, config=OURS):
         self.layer.node = self.layer.another_node()
-        return self.forward()
+        return self.forward(config)
 
     @property
     def weights(self):
@@ -141,9 +144,9 @@ class OfPassed:
         with config.activate():
             return numpy(self.module(self.x)[0])
 
-    def fresh(self):
+    def fresh(self, config=OURS):
         self.module = copy.deepcopy(self.module)
-        return self.forward()
+        return self.forward(config)
 
     @property
     def weights(self):
@@ -313,6 +316,20 @@ def test_a_call_of_another_kind_binds_the_layer_anew(change, engines, monkeypatc
     assert reads
 
 
+@pytest.mark.usefixtures("weights_on_a_gpu")
+def test_settings_that_change_no_weight_share_them_until_they_are_dropped(engines):
+    engine, _ = engines(Counting)
+    subject = OfNode()
+    for others in ({}, {"save_z": "e4m3", "recompute_z": True}, {"fp8_wgrad": False}):
+        subject.forward(SonicMoEConfig(engine="auto", fp8_mode="perf", **others))
+    assert engine.events == ["made"]
+    bound_layer = subject.layer.node._state.bound
+    bound_layer.drop()
+    assert bound_layer._prepared.weights is None
+    subject.forward()
+    assert engine.events == ["made", "made"]
+
+
 # ---- a forward without an event ----
 
 
@@ -344,18 +361,20 @@ def assign_unseen(weight, values):
         weight.data.copy_(made.data)
 
 
-def made_every_time(face, engines):
+def made_every_time(face, engines, config=OURS):
     engine, _ = engines(Counting)
     subject = face()
     for _ in range(3):
-        subject.forward()
+        subject.forward(config)
     assert engine.events == 3 * ["made"]
-    assign_unseen(subject.weights[-1], -1.5 * numpy(subject.weights[-1]).astype(np.float32))
-    assert np.array_equal(subject.forward(), subject.fresh())
+    for weight in subject.weights:
+        assign_unseen(weight, -1.5 * numpy(weight).astype(np.float32))
+    assert np.array_equal(subject.forward(config), subject.fresh(config))
 
 
 def on_a_host(engines, request):
-    made_every_time(OfNode, engines)
+    for arrangement, config in itertools.product(ARRANGEMENTS, (OURS, UNQUANTISED)):
+        made_every_time(partial(OfNode, arrangement), engines, config)
 
 
 def on_a_gpu(engines, request):
