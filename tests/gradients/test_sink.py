@@ -1,14 +1,15 @@
-"""`GradientSink`: a lazy native buffer, and a flush that adds in place, once, and in the user's
-layout.
+"""`GradientSink`: a lazy native buffer, and a flush that adds in place, once, and in the user's layout: by
+plain operations, or by one launch with the same bits.
 """
 
 from __future__ import annotations
 
-from operator import is_
+import ctypes
 
 import numpy as np
 import pytest
-from framework import IS_PADDLE, numpy, tensor, torch
+from engine.moe_golden import native_order
+from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from weights.weight_sources import (
     SOURCES,
     SWIGLU,
@@ -25,6 +26,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import GradientMode
 from sonicmoe.enums import ActivationType, FlushMode
 from sonicmoe.errors import DTypeError, ShapeError
+from sonicmoe.gradients import flush
 from sonicmoe.gradients.flush import flush_native
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.interop import data_ptr, grad_enabled, requires_grad
@@ -143,7 +145,79 @@ class TestNativeBuffer:
         assert len(GradientTargets.zeros(2, 6, 4, 3, False, "cpu").tensors()) == 2
 
 
+NUMBERS = {"float32": 21, "bfloat16": 22, "float16": 23}
+FRESH = 64
+WORDS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
+
+
+def memory_at(address, shape, word):
+    """An array that is that memory."""
+    size = int(np.prod(shape)) * np.dtype(word).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(address), word).reshape(shape)
+
+
+def to_bfloat16(values):
+    """The bits of finite fp32 values rounded to nearest even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class FlushByAddress:
+    """What `flush_gradients` of kernels/cuda/flush.cu does, on host memory: it sees addresses and formats,
+    no tensors and no layouts. The numbers of formats are its own: the caller may know none but those
+    that it is told. It counts its launches.
+    """
+
+    def __init__(self):
+        self.launches = 0
+
+    def gradient_format(self, dtype, fresh):
+        return NUMBERS[dtype] + FRESH * fresh
+
+    def flush_gradients(self, dw1, dw2, table, transposed, split_half, stream):
+        self.launches += 1
+        experts = int(dw1.shape[0])
+        assert len(table) == 4 * experts
+        pairs = np.asarray(table, np.int64).reshape(2, experts, 2)
+        for entries, accumulator, halves in ((pairs[0], dw1, split_half), (pairs[1], dw2, False)):
+            gradients = numpy(accumulator).astype(np.float32)
+            order = native_order(gradients.shape[1], halves)
+            for (address, code), native in zip(entries.tolist(), gradients, strict=True):
+                matrix = np.empty_like(native)
+                matrix[order] = native
+                self.write(address, code, matrix.T if transposed else matrix)
+            accumulator.zero_()
+
+    @staticmethod
+    def write(address, code, gradient):
+        if address == 0:
+            return
+        (dtype,) = (name for name, number in NUMBERS.items() if number == code % FRESH)
+        target = memory_at(address, gradient.shape, WORDS[dtype])
+        held = from_bfloat16(target) if dtype == "bfloat16" else target.astype(np.float32)
+        total = gradient if code >= FRESH else held + gradient
+        target[:] = to_bfloat16(total) if dtype == "bfloat16" else total.astype(target.dtype)
+
+
+@pytest.fixture(params=["plain operations", "one launch"])
+def kernel(request, monkeypatch):
+    launch = FlushByAddress() if request.param == "one launch" else None
+    monkeypatch.setattr(flush, "kernel_for", lambda accumulator: launch)
+    return launch
+
+
+def require_launches(kernel, count):
+    assert kernel is None or kernel.launches == count
+
+
+@pytest.mark.usefixtures("kernel")
 class TestFlush:
+    """By plain operations, and by one launch; tests/oracle has what parameters of every kind get."""
+
     @each_source
     @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.SILU], ids=lambda a: a.value)
     def test_adds_into_main_grad_in_place_and_once(self, make, activation):
@@ -166,54 +240,6 @@ class TestFlush:
         bind_main_grads(source, None)
         sink_of(source).flush()
         assert all(weight.main_grad is weight.grad is None for weight in source.parameters())
-
-    @each_source
-    def test_binds_a_main_grad_that_is_none_and_adds_afterwards(self, make):
-        source = make(*weight_arrays())
-        bind_main_grads(source, None)
-        sink, dw1, dw2 = filled(source)
-        sink.flush()
-        held = [weight.main_grad for weight in source.parameters()]
-        assert all(main_grad.dtype == torch.float32 for main_grad in held)
-        again, _, _ = filled(source)
-        again.flush()
-        assert_gradients(source, 2 * dw1, 2 * dw2)
-        now = [weight.main_grad for weight in source.parameters()]
-        assert all(map(is_, now, held))
-
-    @pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (1, 4), (4, 1)])
-    @each_source
-    def test_a_bound_main_grad_shares_no_memory_with_the_accumulators(
-        self, make, hidden, intermediate
-    ):
-        source = make(*weight_arrays(2, hidden, intermediate))
-        bind_main_grads(source, None)
-        sink, *gradients = filled(source)
-        sink.flush()
-        assert_gradients(source, *gradients)
-
-    @each_source
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_without_the_attribute_it_is_grad(self, make, dtype):
-        source = make(*weight_arrays(), SWIGLU, getattr(torch, dtype))
-        for _ in range(2):
-            sink, dw1, dw2 = filled(source)
-            sink.flush()
-        rtol = 2**-7 if dtype == "bfloat16" else 1e-6
-        assert_gradients(source, 2 * dw1, 2 * dw2, "grad", rtol=rtol)
-        weights = source.parameters()
-        assert all(weight.grad.dtype == weight.dtype for weight in weights)
-        assert not any(getattr(weight, "main_grad", None) is not None for weight in weights)
-
-    def test_frozen_parameters_get_nothing(self):
-        source = per_expert_source(*weight_arrays())
-        bind_main_grads(source)
-        frozen = source.parameters()[1]
-        freeze(frozen)
-        sink, dw1, _ = filled(source)
-        sink.flush()
-        assert not numpy(frozen.main_grad).any()
-        np.testing.assert_array_equal(numpy(source.parameters()[0].main_grad), dw1[0])
 
     @pytest.mark.parametrize("wrong", ["dtype", "shape"])
     def test_a_main_grad_that_does_not_fit_is_refused_before_anything_is_added(self, wrong):
@@ -254,12 +280,118 @@ class TestFlush:
             np.testing.assert_array_equal(numpy(got), want)
         assert all(weight.grad is None for weight in source.parameters())
 
-    def test_experts_that_share_a_parameter_sum_their_gradients(self):
-        up_gate, down = weight_arrays()
-        modules = expert_modules(up_gate, down)
-        modules[2].down_proj = modules[0].down_proj
-        source = PerExpertParameters(modules, 3, 16, 12, SWIGLU)
-        sink, _, dw2 = filled(source)
-        returned = flushed(source, GradientTargets.native(*sink.held().values()))
-        shared = sum(numpy(returned[i]) for i in (3, 5) if returned[i] is not None)
-        np.testing.assert_allclose(shared, dw2[0] + dw2[2], rtol=1e-6)
+
+@each_source
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_one_launch_has_the_same_bits(make, dtype, times, monkeypatch):
+    def grads(kernel):
+        monkeypatch.setattr(flush, "kernel_for", lambda accumulator: kernel)
+        source = make(*weight_arrays(), SWIGLU, getattr(torch, dtype))
+        for seed in range(times):
+            filled(source, seed)[0].flush()
+        return [numpy(weight.grad) for weight in source.parameters()]
+
+    for got, want in zip(grads(FlushByAddress()), grads(None), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_some_of_every_kind(kernel):
+    """main_grad to add to, main_grad to bind, .grad, frozen."""
+    source = per_expert_source(*weight_arrays(), SWIGLU, torch.bfloat16)
+    added, bound, plain_grad, frozen, *rest = source.parameters()
+    added.main_grad = tensor(np.full(tuple(added.shape), 2.0), torch.float32)
+    bound.main_grad = None
+    freeze(frozen)
+    weights, dw1, dw2 = filled(source)
+    weights.flush()
+    require_launches(kernel, 1)
+    np.testing.assert_array_equal(numpy(added.main_grad), np.float32(dw1[0]) + np.float32(2))
+    assert bound.main_grad.dtype == torch.float32
+    np.testing.assert_array_equal(numpy(bound.main_grad), dw1[1])
+    assert frozen.grad is None
+    for weight, want in zip((plain_grad, *rest), (dw1[2], *dw2[1:]), strict=True):
+        rounded = tensor(want, torch.float32).to(torch.bfloat16)
+        np.testing.assert_array_equal(numpy(weight.grad), numpy(rounded))
+
+
+@pytest.mark.skipif(not IS_PADDLE, reason="frees weights as Paddle's sharding does")
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "yet to bind"])
+@each_source
+def test_freed_weights_get_their_gradients(make, bound, kernel):
+    source = make(*weight_arrays())
+    bind_main_grads(source, 0.0 if bound else None)
+    weights, _, _ = filled(source)
+    for weight in source.parameters():
+        weight._clear_data()
+    weights.flush()
+    require_launches(kernel, 1)
+    for weight in source.parameters():
+        assert tuple(weight.main_grad.shape) == tuple(weight.shape)
+        assert numpy(weight.main_grad).any()
+
+
+def test_overlapping_destinations_are_added_one_after_the_other(kernel):
+    source = per_expert_source(*weight_arrays())
+    shared = tensor(np.zeros((16, 24)), torch.float32)
+    for weight in source.parameters()[:3]:
+        weight.main_grad = shared
+    weights, dw1, _ = filled(source)
+    weights.flush()
+    require_launches(kernel, 0)
+    np.testing.assert_allclose(numpy(shared), dw1.sum(0), rtol=1e-6, atol=1e-6)
+
+
+def test_strided_destinations_take_plain_operations(kernel):
+    source = per_expert_source(*weight_arrays())
+    wide = tensor(np.zeros((16, 48)), torch.float32)
+    first = source.parameters()[0]
+    first.main_grad = wide[:, ::2]
+    assert not first.main_grad.is_contiguous()
+    weights, dw1, _ = filled(source)
+    weights.flush()
+    require_launches(kernel, 0)
+    np.testing.assert_array_equal(numpy(first.main_grad), dw1[0])
+
+
+def test_experts_that_share_a_parameter_sum_their_gradients(kernel):
+    """By plain operations, and where autograd gets them."""
+    up_gate, down = weight_arrays()
+    modules = expert_modules(up_gate, down)
+    modules[2].down_proj = modules[0].down_proj
+    source = PerExpertParameters(modules, 3, 16, 12, SWIGLU)
+    bind_main_grads(source, None)
+    weights, _, dw2 = filled(source)
+    weights.flush()
+    require_launches(kernel, 0)
+    shared = [numpy(source.parameters()[3].main_grad)]
+    for weight in {id(weight): weight for weight in source.parameters()}.values():
+        del weight.main_grad
+    sink, _, _ = filled(source)
+    returned = flushed(source, GradientTargets.native(*sink.held().values()))
+    shared.append(sum(numpy(returned[i]) for i in (3, 5) if returned[i] is not None))
+    for found in shared:
+        np.testing.assert_allclose(found, dw2[0] + dw2[2], rtol=1e-6, atol=1e-6)
+
+
+@each_source
+def test_a_launch_that_fails_binds_nothing_and_loses_nothing(make, monkeypatch):
+    class Refuses(FlushByAddress):
+        def flush_gradients(self, *arguments):
+            raise RuntimeError("no launch")
+
+    source = make(*weight_arrays())
+    bind_main_grads(source, None)
+    weights, dw1, _ = filled(source)
+    monkeypatch.setattr(flush, "kernel_for", lambda accumulator: Refuses())
+    with pytest.raises(RuntimeError, match="no launch"):
+        weights.flush()
+    assert weights.waiting
+    assert all(weight.main_grad is None for weight in source.parameters())
+    monkeypatch.setattr(flush, "kernel_for", lambda accumulator: FlushByAddress())
+    weights.flush()
+    np.testing.assert_array_equal(gradients_of(source, "main_grad")[0], dw1)
+
+
+def test_a_host_accumulator_has_no_kernel():
+    assert flush.kernel_for(parameter(np.zeros((1, 1), np.float32))) is None
