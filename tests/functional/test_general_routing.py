@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.golden import Scene, golden
 
-from sonicmoe import moe_general_routing_inputs
-from sonicmoe.enums import ActivationType
+from sonicmoe import SonicMoEConfig, moe_general_routing_inputs
+from sonicmoe.errors import RoutingError
+from sonicmoe.functional import triples as triples_module
 
-SWIGLU = ActivationType.SWIGLU
 EXPERTS = 5
 
 # Tokens that come not at all, once, many times, and twice to one expert; both sentinels, first and
@@ -58,27 +58,13 @@ def golden_triples(moe, x, scores, tokens, experts, dout):
     }  # fmt: skip
 
 
-def run_triples(
-    moe, x, scores, tokens, experts, dout, weights=None, face=moe_general_routing_inputs, **options
-):
-    """Output and gradients by name, and the frequency. face: the function, or a graph of it."""
+def run_triples(moe, x, scores, tokens, experts, dout, **options):
+    """Output and gradients by name, and the frequency."""
     x = x.detach().clone().requires_grad_()
-    out, frequency = face(
-        x,
-        scores,
-        tokens,
-        experts,
-        *(weights or views(moe)),
-        EXPERTS,
-        None,
-        moe.activation_function,
-        **options,
-    )
-    leaves = {
-        "x": x,
-        "scores": scores,
-        **{n: p for n, p in moe.named_parameters() if n != "router.weight"},
-    }
+    given = x, scores, tokens, experts, *views(moe), EXPERTS, None, moe.activation_function
+    out, frequency = moe_general_routing_inputs(*given, **options)
+    leaves = {"x": x, "scores": scores, **dict(moe.named_parameters())}
+    del leaves["router.weight"]
     gradients = torch.autograd.grad((out.float() * dout.float()).sum(), list(leaves.values()))
     return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}, frequency
 
@@ -111,17 +97,6 @@ def test_any_routing(data):
     assert frequency.tolist() == [experts.count(e) for e in range(EXPERTS)]
 
 
-@pytest.mark.parametrize("num_tokens", [0, 3])
-@MODES
-def test_no_triples(num_tokens, options):
-    moe, x = make_layer(bias=True), make_tokens(num_tokens, 32)
-    none = torch.zeros(0, dtype=torch.int64)
-    given = torch.zeros(0, requires_grad=True), none, none, torch.ones(num_tokens, 32)
-    run, frequency = run_triples(moe, x, *given, **options)
-    assert run["out"].shape == (num_tokens, 32) and run["scores"].shape == (0,)
-    assert not any(value.any() for value in run.values()) and frequency.tolist() == [0] * EXPERTS
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"]
 )
@@ -148,3 +123,70 @@ def test_inference_keeps_nothing(saves):
     with torch.inference_mode():
         split, _ = moe_general_routing_inputs(*arguments, concat_layout=True)
     assert split.shape == x.shape
+
+
+# Where nothing may be read back: the width of the routing table is given by the caller.
+
+MOST = max(TOKENS.count(token) for token in TOKENS)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Tokens pass for GPU tensors, which may not be read, and reading any tensor is an error."""
+
+    def read(*_):
+        raise AssertionError("a GPU would be waited for")
+
+    monkeypatch.setattr(triples_module, "is_cuda", lambda _: True)
+    for name in ("tolist", "item", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, read)
+
+
+def biased_layer():
+    return make_layer(bias=True), *batch(8)
+
+
+@MODES
+@pytest.mark.parametrize("most", [MOST, MOST + 3])
+def test_the_width_changes_no_bit(most, options):
+    moe, x, dout = biased_layer()
+    expected, frequency = run_triples(moe, x, *triples(), dout, **options)
+    found, again = run_triples(moe, x, *triples(), dout, **options, max_experts_per_token=most)
+    assert torch.equal(frequency, again) and not found["scores"][DROPPED].any()
+    for name, got in found.items():
+        assert torch.equal(got, expected[name]), name
+
+
+def test_nothing_is_read_back(on_a_gpu):
+    scores, tokens, experts = triples()
+    triples_module.triples_to_topk(scores, tokens, experts, 8, MOST)
+    with pytest.raises(AssertionError, match="waited for"):
+        triples_module.triples_to_topk(scores, tokens, experts, 8, None)
+
+
+WRONG = {
+    "unsorted": ([0, 2, 1], "not ascending"),
+    "beyond x": ([0, 1, 8], r"1 ids outside \[0, 8\)"),
+    "too often": ([3, 3, 3], "names a token 3 times; max_experts_per_token is 2"),
+}
+
+
+@pytest.mark.parametrize("where", ["on the host", "validated on a GPU", "on a GPU"])
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_tokens_are_refused_everywhere(case, where, monkeypatch):
+    """Where the call may not wait, by an assertion on the device (which the host raises at once)."""
+    tokens, message = WRONG[case]
+    moe, x, _ = biased_layer()
+    arguments = (x, torch.ones(3), torch.tensor(tokens), torch.tensor([0, 1, 2]), *views(moe))
+    if where != "on the host":
+        monkeypatch.setattr(triples_module, "is_cuda", lambda _: True)
+    error, words = (
+        (RoutingError, message)
+        if where != "on a GPU"
+        else (RuntimeError, "names a token more than 2 times")
+    )
+    with (
+        SonicMoEConfig(validate_dispatch=where == "validated on a GPU").activate(),
+        pytest.raises(error, match=words),
+    ):
+        moe_general_routing_inputs(*arguments, max_experts_per_token=2)

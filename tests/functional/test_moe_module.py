@@ -1,6 +1,4 @@
-"""`MoE` as a module: names and shapes, inference modes, autograd's rules, training, and the border;
-activation checkpointing is in test_checkpointing.py.
-"""
+"""`MoE` as a module: names and shapes, inference modes, autograd's rules, training, and the border."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from functional.layer_golden import (
     make_tokens,
     run_layer,
 )
+from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import KernelBackendMoE, MoE, SonicMoEConfig, moe_general_routing_inputs
 from sonicmoe.enums import ActivationType
@@ -121,6 +120,14 @@ def test_a_main_grad_is_left_alone(use_fp8):
     assert_same_bits(run_layer(moe, x, dout, use_fp8=use_fp8), expected)
     for weight in moe.parameters():
         assert weight.main_grad.isnan().all() and not weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_runs_again_keeps_what_its_backward_reads(reentrant, saves):
+    """The first forward of the re-entrant kind runs without autograd; tests/oracle has the bits."""
+    moe, (x, _) = make_layer(), batch()
+    checkpoint(moe, x.requires_grad_(), use_reentrant=reentrant)[0].sum().backward()
+    assert saves == [not reentrant, True]
 
 
 def test_frozen_layer_keeps_nothing(saves):

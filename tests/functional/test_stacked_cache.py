@@ -1,5 +1,5 @@
-"""Engine weights of the functional API and `MoE`: codes of an engine that looks for writes are kept
-and never stale, and every other engine prepares in every forward (docs/design.md, "Stale weights").
+"""Engine weights of the functional API and `MoE`: whose the codes are that an engine keeps, and how long.
+weights/test_stale_weights.py has the events that make them anew.
 """
 
 from __future__ import annotations
@@ -37,12 +37,6 @@ from sonicmoe.weights import cache, stacked_cache
 from sonicmoe.weights.stacked_cache import _beside, _owner, read_weights
 
 SETTINGS = EngineSettings(recipe=RECIPES["dx256"])
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "sgd foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
-    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
-}
 
 
 def kept_of(weight):
@@ -80,11 +74,11 @@ def kept_codes(moe):
     return weakref.ref(kept.prepared.weights.w1.codes)
 
 
-def without_cache(moe, x, face=None, **options):
+def without_cache(moe, x):
     """The output of a layer with the same parameters that has prepared nothing yet."""
-    fresh = make_layer(bias=moe.c_fc.bias is not None, seed=99)
+    fresh = make_layer(seed=99)
     fresh.load_state_dict(moe.state_dict())
-    return fresh(x, **options)[0] if face is None else face(fresh, x)
+    return module(fresh, x)
 
 
 def read(engine, w1, w2, settings=SETTINGS):
@@ -129,49 +123,6 @@ class TestKeptCodes:
         for run in (runs[0], run_layer(moe, x, dout, **FP8)):
             assert_same_bits(run, runs[2])
 
-    @FACES
-    @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_one_quantisation_per_update(self, face, name, following, moe, x):
-        """Fused optimizers move no version counter."""
-        optimizer = OPTIMIZERS[name](moe.parameters())
-        for step in range(3):
-            for _ in range(2):
-                out = face(moe, x)
-                out.square().sum().backward()
-            assert following.events == ["made"] + step * ["remade"]
-            assert torch.equal(out, without_cache(moe, x, face)), "stale codes"
-            following.events.pop()  # of the fresh layer
-            optimizer.step()
-            optimizer.zero_grad()
-
-    @FACES
-    @pytest.mark.parametrize("name", ["c_fc", "c_proj"])
-    def test_a_write_is_told_or_found(self, face, name, following, moe, x):
-        """PyTorch's in-place operations are told of once; what is written through `.data` the engine
-        finds by itself.
-        """
-        weight = moe.get_parameter(f"{name}.weight")
-        face(moe, x)
-        write(weight)
-        for event in ("remade", "found"):
-            outputs = [face(moe, x) for _ in range(3)]
-            assert following.events[-1] == event
-            assert torch.equal(outputs[2], without_cache(moe, x, face))
-            following.events.pop()
-            weight.data.mul_(-1.5)
-        assert following.events == ["made", "remade", "found"]
-
-    @FACES
-    def test_a_write_that_the_sample_misses_needs_invalidation(self, face, following, moe, x):
-        following.is_blind = True
-        before = face(moe, x)
-        moe.c_fc.weight.data.mul_(-1.5)
-        assert torch.equal(face(moe, x), before), "documented: `.data` leaves no trace"
-        moe.invalidate_caches()
-        after = face(moe, x)
-        assert not torch.equal(after, before)
-        assert torch.equal(after, without_cache(moe, x, face))
-
     def test_in_a_compiled_graph(self, following, moe, x):
         torch._dynamo.reset()
         graph = torch.compile(lambda x: whole_layer(moe, x), fullgraph=True, backend="aot_eager")
@@ -211,7 +162,7 @@ class TestKeptCodes:
         gc.collect()
         # `load_state_dict` copies into the same memory, whose codes are quantised anew.
         assert (codes() is None) == (how != "load_state_dict")
-        assert torch.equal(moe(x, **FP8)[0], without_cache(moe, x, module))
+        assert torch.equal(moe(x, **FP8)[0], without_cache(moe, x))
 
     def test_a_switch_of_the_precision_drops_them(self, following, moe, x):
         moe(x, **FP8)
@@ -252,7 +203,7 @@ class TestWhoseTheyAre:
         weight.data = torch.empty(0)
         np.multiply(block, -1.5, out=block)
         weight.data = torch.from_numpy(block)
-        assert torch.equal(module(moe, x), without_cache(moe, x, module))
+        assert torch.equal(module(moe, x), without_cache(moe, x))
         assert following.events == ["made", "made", "made"]
         first.sum().backward()
 
@@ -371,33 +322,18 @@ class TestBackward:
                 assert torch.equal(gradient, expected[name]), name
 
 
-class TestAnEngineThatDoesNotLook:
-    """It prepares in every forward, in FP8 too."""
-
-    @MODES
-    @pytest.mark.parametrize("name", ["c_fc.weight", "c_proj.weight", "c_fc.bias", "c_proj.bias"])
-    def test_every_write_counts(self, name, options, prepared):
-        moe, (x, _) = make_layer(bias=True), batch()
-        before = moe(x, **options)[0]
-        moe.get_parameter(name).data.mul_(-1.5)
+@MODES
+def test_layer_made_in_inference_mode(options):
+    """Inference tensors have no version counter: writes must be seen all the same."""
+    x, _ = batch()
+    expected = make_layer(bias=True)
+    with torch.inference_mode():
+        moe = make_layer(bias=True)
+        assert torch.equal(moe(x, **options)[0], expected(x, **options)[0])
+        write(moe.c_proj.weight)
         after = moe(x, **options)[0]
-        assert len(prepared) == 2 and not kept_of(moe.c_fc.weight)
-        assert not torch.equal(before, after)
-        assert torch.equal(after, without_cache(moe, x, **options))
-
-    @MODES
-    def test_layer_made_in_inference_mode(self, options):
-        """Inference tensors have no version counter: writes must be seen all the same."""
-        x, _ = batch()
-        expected = make_layer(bias=True)
-        with torch.inference_mode():
-            moe = make_layer(bias=True)
-            assert torch.equal(moe(x, **options)[0], expected(x, **options)[0])
-            moe.c_proj.weight.mul_(-1.5)
-            after = moe(x, **options)[0]
-        with torch.no_grad():
-            expected.c_proj.weight.mul_(-1.5)
-        assert torch.equal(after, expected(x, **options)[0])
+    write(expected.c_proj.weight)
+    assert torch.equal(after, expected(x, **options)[0])
 
 
 def converted(moe):
@@ -423,5 +359,6 @@ def test_weights_that_a_model_left_are_freed_at_once(leave, options, follows, re
     with torch.no_grad():
         moe(x, **options)
     assert not any(storage.expired() for storage in memory)
+    assert bool(kept_of(moe.c_fc.weight)) == bool(follows and options)
     leave(moe)
     assert all(storage.expired() for storage in memory)

@@ -116,6 +116,8 @@ class OfNode:
     def weights(self):
         return self.layer.weights
 
+    parameters = weights
+
     def step(self):
         self.layer.node.step()
 
@@ -137,7 +139,7 @@ class OfPassed:
         from sonicmoe import MoE
 
         torch.manual_seed(0)
-        self.module = MoE(4, 2, 32, 64).to(torch.bfloat16)
+        self.module = MoE(4, 2, 32, 64, add_bias=True).to(torch.bfloat16)
         self.x = torch.randn(9, 32).to(torch.bfloat16)
 
     def forward(self, config=OURS):
@@ -151,6 +153,10 @@ class OfPassed:
     @property
     def weights(self):
         return [self.module.c_fc.weight, self.module.c_proj.weight]
+
+    @property
+    def parameters(self):
+        return [*self.module.c_fc.parameters(), *self.module.c_proj.parameters()]
 
     def invalidate(self):
         self.module.invalidate_caches()
@@ -180,9 +186,9 @@ class OfCopies(OfNode):
 SUBJECTS = {NODE: OfNode, PASSED: OfPassed, COPIES: OfCopies}
 
 
-def write(subject):
+def write(place, subject):
     with torch.no_grad():
-        subject.weights[-1].mul_(-1.5)
+        subject.weights[place].mul_(-1.5)
 
 
 def optimize(parameters):
@@ -204,7 +210,7 @@ EVENTS = {
         "up": lambda subject: subject.move(0),
         "down": lambda subject: subject.move(1),
     },
-    "PyTorch: a version counter moved": {"in place": write},
+    "PyTorch: a version counter moved": {"up": partial(write, 0), "down": partial(write, -1)},
     "PyTorch: a `torch.optim.Optimizer` stepped, any in the process": {
         "own": lambda subject: optimize(subject.weights),
         "another's": another,
@@ -367,8 +373,8 @@ def made_every_time(face, engines, config=OURS):
     for _ in range(3):
         subject.forward(config)
     assert engine.events == 3 * ["made"]
-    for weight in subject.weights:
-        assign_unseen(weight, -1.5 * numpy(weight).astype(np.float32))
+    for weight in subject.parameters:
+        assign_unseen(weight, -1.5 * numpy(weight).astype(np.float32) + 0.5)
     assert np.array_equal(subject.forward(config), subject.fresh(config))
 
 
