@@ -4,10 +4,13 @@ A frozen parameter keeps its name, its shape and its place in the module. It hol
 lie in native order whatever its shape says, so that its memory is contiguous and FSDP2 shards it along
 the experts. Its block scales are a second parameter beside it, `NAME_scale` (int32, the bits of fp32).
 In a `state_dict` both say what they are: `NAME_e4m3 [E, R, C]`, native, and `NAME_scale_inv` in fp32.
+Attributes of these names show the dtypes to those who look entries up in their module, as
+torch.distributed.checkpoint and accelerate do.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +38,7 @@ from .border import (
 Tensor = torch.Tensor
 FROZEN = "_sonicmoe_frozen"  # attribute of a module: the layout and the index of each such weight
 Kinds = dict[str, tuple[WeightLayout, int]]
+_ENTRIES = {"_e4m3": torch.float8_e4m3fn, "_scale_inv": torch.float32}  # behind NAME in a state
 
 
 def freeze_weights(
@@ -150,23 +154,26 @@ def freeze_weight(module: nn.Module, name: str, layout: WeightLayout, index: int
     assert weight is not None
     need_values(name, weight, module)
     local = _local(weight)
-    if local is not weight:
-        _check_divided(weight, int(local.shape[0]), module, f"{name} of {kind}")
+    _check_divided(weight, local, module, f"{name} of {kind}", "freeze_experts")
     need_whole(name, local, module)
     codes, rounding = to_codes(local, layout, index)
     put_codes(module, name, codes, layout, index, like=weight)
     return rounding
 
 
-def _check_divided(weight: Any, held: int, module: nn.Module, whose: str) -> None:
-    """Refuse a DTensor of which this rank has not all of its own experts, whole."""
+def _check_divided(weight: Any, local: Tensor, module: nn.Module, whose: str, before: str) -> None:
+    """Refuse a DTensor of which this rank has not all of its own experts, whole. FSDP2 would go on with
+    the parameter that it was given, whatever takes its place. before: what is to come before that.
+    """
+    if local is weight:
+        return
     # Expert parallelism sets the number to that of its own part.
-    believed = getattr(module, "num_experts", None)
+    held, believed = int(local.shape[0]), getattr(module, "num_experts", None)
     is_along_experts = all(getattr(placement, "dim", 0) == 0 for placement in weight.placements)
     words = (
         f"{whose} is a DTensor {weight.placements} with {held} of {believed} experts on this rank"
     )
-    needed = "whole experts: freeze_experts before fully_shard, or ep_size in place of tp_size"
+    needed = f"whole experts: {before} before fully_shard, or ep_size in place of tp_size"
     is_whole = held == believed and is_along_experts
     expect(is_whole, LayoutError, f"{words}; needed: {needed}")
 
@@ -191,6 +198,15 @@ def _divided(local: Tensor, like: Any) -> Tensor:
     )
 
 
+def _part_of(tensor: Any, like: Any) -> Any:
+    """What came whole as a part of it, where `like` is one."""
+    if not hasattr(like, "to_local") or hasattr(tensor, "to_local"):
+        return tensor
+    # Looked up and not imported: it is there where a DTensor is.
+    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
+    return distribute(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
 def _viewed(tensor: Any, dtype: torch.dtype, layout: WeightLayout = NATIVE) -> Tensor:
     """The same bytes in another dtype; those of codes in the other shape, too."""
     # Of this rank's part, because DTensor remembers what a view gives without its dtype.
@@ -205,6 +221,8 @@ def put_codes(
         parameter = nn.Parameter(_divided(tensor, getattr(like, "data", None)), requires_grad=False)
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else from_pretrained draws it
         module.register_parameter(key, parameter)
+    for suffix, dtype in _ENTRIES.items():
+        setattr(module, name + suffix, torch.empty(0, dtype=dtype, device="meta"))
     if FROZEN not in module.__dict__:
         module.register_state_dict_post_hook(_name_codes)
         module.register_load_state_dict_pre_hook(_take_codes)
@@ -213,10 +231,16 @@ def put_codes(
 
 
 def thaw_weight(module: nn.Module, name: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Replace a frozen weight by what its codes stand for, in `dtype`; it requires no gradient."""
+    """Replace a frozen weight by what its codes stand for, in `dtype`; it requires no gradient.
+    LayoutError where this rank has a part of its experts.
+    """
     held, codes = getattr(module, name), Codes(*map(_local, codes_in(module, name)))
+    whose = f"{name} of {type(module).__name__}"
+    _check_divided(held, _local(held), module, whose, "thaw_experts")
     weight = from_codes(codes, *frozen_in(module)[name], dtype)
     del module._parameters[scale_name(name)]
+    for suffix in _ENTRIES:
+        module.__dict__.pop(name + suffix, None)
     thawed = nn.Parameter(_divided(weight, held.data), requires_grad=False)
     module.register_parameter(name, thawed)
     setattr(module, FROZEN, {key: kind for key, kind in frozen_in(module).items() if key != name})
@@ -234,16 +258,19 @@ def _take_codes(
     errors: list[str],
 ) -> None:  # fmt: skip
     for name, (layout, _index) in frozen_in(module).items():
-        plain = state.get(prefix + name)
-        if plain is not None:  # would be copied into the bytes
-            del state[prefix + name]
+        plain = state.pop(prefix + name, None)
+        # set_model_state_dict puts the module's own parameters beside what it loads.
+        if plain is not None and plain is not module._parameters[name]:
             errors.append(
                 f"{prefix}{name} is {plain.dtype}, and the weight is frozen as codes; needed: {prefix}{name}_e4m3 and "
                 f"{prefix}{name}_scale_inv, or thaw_experts(model) before"
             )
         held = state.pop(f"{prefix}{name}_e4m3", None)
         scales = state.pop(f"{prefix}{name}_scale_inv", None)
+        found = {}
         if held is not None:
-            state[prefix + name] = _viewed(held, torch.uint8, layout)
+            found[name] = _viewed(held, torch.uint8, layout)
         if scales is not None:
-            state[prefix + scale_name(name)] = _viewed(scales.to(torch.float32), torch.int32)
+            found[scale_name(name)] = _viewed(scales.to(torch.float32), torch.int32)
+        for key, tensor in found.items():
+            state[prefix + key] = _part_of(tensor, getattr(module, key).data)

@@ -7,6 +7,7 @@ python adapters_on_ranks.py RANK STORE_FILE
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -15,6 +16,11 @@ import torch
 import torch.distributed as dist
 from functional.parallel_worker import FACES, E, H, I, check_results_written_in_place
 from integrations.hf_models import FAMILIES, build, relative_rmse, text
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GptOssConfig
@@ -166,6 +172,34 @@ def check_parts_are_refused(rank: int) -> None:
             raise AssertionError("frozen")
 
 
+def check_sharded_codes_are_loaded_and_stay(family: str) -> None:
+    """The state of one process goes into shards and comes out of them; FSDP2 would put codes back in the
+    place of weights that were thawed.
+    """
+    whole = build(FAMILIES[family](1), "sonicmoe_fp8").to(torch.bfloat16)
+    layer = whole.model.layers[0].mlp.experts
+    freeze_experts(layer)
+    sharded = copy.deepcopy(layer)
+    for parameter in sharded.parameters():
+        parameter.data.zero_()
+    fully_shard(sharded)
+    options = StateDictOptions(full_state_dict=True)
+    state = layer.state_dict()
+    set_model_state_dict(sharded, dict(state), options=options)
+    found = get_model_state_dict(sharded)
+    assert found.keys() == state.keys()
+    for name, part in found.items():
+        held, wanted = (each.view(torch.uint8) for each in (part.to_local(), state[name]))
+        assert torch.equal(held, wanted.chunk(2)[dist.get_rank()])
+    try:
+        thaw_experts(sharded)
+    except LayoutError as error:
+        assert "needed: whole experts: thaw_experts before fully_shard" in str(error), error
+    else:
+        raise AssertionError("thawed")
+    assert get_model_state_dict(sharded).keys() == state.keys()
+
+
 def main() -> None:
     rank = int(sys.argv[1])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
@@ -195,6 +229,7 @@ def main() -> None:
         assert len(errors) == 2 * (4 + 2) and max(errors.values()) < bound, errors
     check_parts_are_refused(rank)
     for family in ("qwen3-moe", "gpt-oss"):
+        check_sharded_codes_are_loaded_and_stay(family)
         check_frozen_experts_are_divided(rank, family, Path(f"{sys.argv[2]}-{family}"))
     dist.destroy_process_group()
     print("equal")
