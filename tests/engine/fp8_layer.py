@@ -1,4 +1,4 @@
-"""One small layer for the engines that compute in FP8 on a GPU, and the memory of its gradients."""
+"""One small layer in bf16 for the engines of a GPU over kernels of a host, and the memory of its gradients."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from dataclasses import replace
 from framework import torch
 
 from sonicmoe.engine.gradient_places import GradientPlaces
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.settings import GradientMode
 from sonicmoe.engine.targets import GradientTargets
+from sonicmoe.layouts import NATIVE
 from sonicmoe.routing.build import build_routing
+from sonicmoe.weight_source import WeightSource
 
 E, K = 4, 3
+PLAIN = EngineSettings()
 
 
 class Case:
-    """bf16 operands of one layer; one expert without tokens, and both sentinels."""
+    """Operands; one expert has no tokens, and both sentinels occur. biased: in fp32. layout: the weights
+    are a user's, who has each projection in one tensor; native ones otherwise.
+    """
 
-    def __init__(self, tokens, hidden, inner, *, spare_rows=0, seed=0, invalid=0.3, biased=False):
+    def __init__(
+        self, tokens, hidden, inner, *, spare_rows=0, seed=0, invalid=0.3, biased=False, layout=None
+    ):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*size, scale=1.0):
@@ -32,29 +40,46 @@ class Case:
         probs = torch.rand(tokens, K, generator=generator) + 0.05
         routing = build_routing(torch.where(drop, sentinel, ids), probs, E)
         self.routing = with_spare_rows(routing, spare_rows)
-        self.b1 = normal(E, 2 * inner) if biased else None
-        self.b2 = normal(E, hidden) if biased else None
+        self.b1 = normal(E, 2 * inner).float() if biased else None
+        self.b2 = normal(E, hidden).float() if biased else None
+        self.layout = layout
 
     @property
-    def unused(self):
-        """Tokens without a valid slot."""
-        found = torch.ones(len(self.x), dtype=torch.bool)
-        found[self.routing.row_token[self.routing.row_token >= 0].long()] = False
-        return found
+    def sizes(self):
+        return *self.w1.shape, self.w2.shape[2]
+
+    @property
+    def source(self):
+        """The weights as a user has them."""
+        layout = self.layout or NATIVE
+        b1 = None if self.b1 is None else layout.user_b1(self.b1)
+        user = layout.user_w1(self.w1), layout.user_w2(self.w2), b1, self.b2
+        return WeightSource.stacked(*user, layout=layout)
 
     def accumulators(self):
-        experts, n1, hidden = self.w1.shape
-        return GradientTargets.zeros(experts, n1, hidden, n1 // 2, self.b1 is not None, "cpu")
+        return GradientTargets.zeros(*self.sizes, self.b1 is not None, "cpu")
 
-    def forward(self, engine, settings, **options):
-        """`(prepared weights, out, saved)`."""
-        weights = engine.prepare_weights(self.w1, self.w2, self.b1, self.b2, settings)
+    def targets(self, layout, **options):
+        """Memory for gradients of the weights as `parameter_targets` makes it."""
+        return parameter_targets(self.sizes, layout, **options)
+
+    def forward(self, engine, settings=PLAIN, source=None, **options):
+        """`(prepared weights, out, saved)`; source: read in place of the case's own weights."""
+        if source or self.layout:
+            weights = engine.refresh(source or self.source, settings)
+        else:
+            weights = engine.prepare_weights(self.w1, self.w2, self.b1, self.b2, settings)
         return weights, *engine.forward(self.x, self.routing, weights, settings, **options)
 
-    def run(self, engine, settings, targets=None):
+    def pending(self, engine, settings=PLAIN):
+        """The operands of the weight gradients."""
+        weights, _, saved = self.forward(engine, settings)
+        return engine.backward_dx(self.dout, saved, weights)[2]
+
+    def run(self, engine, settings=PLAIN, targets=None, source=None):
         """Everything that a step gives, by name; weight gradients in the native layout."""
         sums = targets or self.accumulators()
-        weights, out, saved = self.forward(engine, settings)
+        weights, out, saved = self.forward(engine, settings, source)
         dx, dprobs, pending = engine.backward_dx(self.dout, saved, weights)
         engine.backward_dw(pending, sums)
         found = {"out": out, "dx": dx, "dprobs": dprobs}
@@ -79,27 +104,22 @@ def with_spare_rows(routing, count):
 
 
 def parameter_targets(
-    sizes,
-    layout,
-    *,
-    stacked=False,
-    frozen=(),
-    fill=0.0,
-    mode=GradientMode.MAIN_GRAD,
-    dtype=torch.float32,
-):
-    """Memory of both projections as their parameters lie, all of one value; sizes: E, N1, H, I.
-    Experts of `frozen` have none.
+    sizes, layout, *, stacked=False, turned=False, frozen=(), fill=0.0, mode=GradientMode.MAIN_GRAD, dtype=torch.float32
+):  # fmt: skip
+    """Memory of both projections as their parameters lie, all of one value; sizes: E, N1, H, I. stacked:
+    a tensor of all experts. turned: its matrices are contiguous along their other axis. Without it,
+    experts of `frozen` have none.
     """
     experts, *axes = sizes
     made = []
     for native in (axes[:2], axes[1:]):
         shape = native[::-1] if layout.transposed else native
-        if stacked:
-            sizes = (experts, *shape)
+        if stacked or turned:
+            sizes = (experts, *(shape[::-1] if turned else shape))
             if layout.apart and not made:
                 sizes = (2, experts, shape[0] // 2, shape[1])
             tensor = torch.full(sizes, fill, dtype=dtype)
+            tensor = tensor.transpose(1, 2) if turned else tensor
             made.append(GradientPlaces.stacked(tensor, experts, layout))
         else:
             each = [torch.full(tuple(shape), fill, dtype=dtype) for _ in range(experts)]

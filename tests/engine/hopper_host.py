@@ -4,11 +4,10 @@ files import the fixtures by name.
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import pytest
 from engine import fp8_layer, host_kernels
-from engine.fp8_layer import E
 from engine.host_kernels import ACTIVATION_NAMES as NAMES
 from engine.host_kernels import KERNELS
 from framework import torch
@@ -21,8 +20,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.kernels.host import program_source
 from sonicmoe.layouts import WeightLayout
 from sonicmoe.quant import format as quant_format
-from sonicmoe.quant.recipes import RECIPES, rows
-from sonicmoe.quant.reference import quantize
+from sonicmoe.quant.recipes import RECIPES
 
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
 OURS, REFERENCE = HopperEngine(), ReferenceEngine()
@@ -71,26 +69,6 @@ def use_fixture(native, monkeypatch):
     return use
 
 
-class Case(fp8_layer.Case):
-    """With more rows than are needed."""
-
-    def __init__(self, tokens=T, *, spare_rows=128, **options):
-        super().__init__(tokens, H, I, spare_rows=spare_rows, **options)
-
-    def quantised(self, *names):
-        """The same with x, or what is named, as its sender quantised it; tokens without a valid
-        slot are NaN.
-        """
-        other = copy.copy(self)
-        for name in names or ("x",):
-            q = quantize(getattr(self, name).float(), rows(128))
-            q.bytes[self.unused], q.scale_inv[self.unused] = 0x7F, float("nan")
-            setattr(other, name, q)
-        return other
-
-
+Case = partial(fp8_layer.Case, tokens=T, hidden=H, inner=I, spare_rows=128)
 PER_EXPERT = WeightLayout(transposed=True, split_half=True)
-
-
-def parameter_targets(layout, **options):
-    return fp8_layer.parameter_targets((E, 2 * I, H, I), layout, **options)
+parameter_targets = partial(fp8_layer.parameter_targets, (fp8_layer.E, 2 * I, H, I))

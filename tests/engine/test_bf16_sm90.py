@@ -15,15 +15,7 @@ if IS_PADDLE:
     pytest.skip("the host's GEMMs are PyTorch's", allow_module_level=True)
 
 from engine.bf16_host import HOPPER, launches_fixture  # noqa: F401
-from engine.plain_layer import (
-    BF16,
-    SWIGLU,
-    E,
-    H,
-    I,
-    make_case,
-    run,
-)
+from engine.fp8_layer import PLAIN, Case, E, assert_same_bits
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonicmoe.engine import bf16_weights
@@ -32,8 +24,6 @@ from sonicmoe.engine.expert_matrices import tensors_of
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.settings import GradientMode
-from sonicmoe.engine.targets import GradientTargets
-from sonicmoe.enums import is_glu
 from sonicmoe.errors import ConfigError, ShapeError
 from sonicmoe.layouts import NATIVE, GateUp, WeightLayout
 from sonicmoe.observe import listening
@@ -43,28 +33,15 @@ OURS = Bf16Engine()
 LAYOUTS = [WeightLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
 HALVES, FUSED = WeightLayout(split_half=True), WeightLayout(True, True)
 APART = WeightLayout(split_half=True, apart=True)
-FP32 = torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
+H, I = 72, 40  # no tile divides these
 
 pytestmark = pytest.mark.parametrize("launches", [HOPPER], indirect=True)
 
 
-def case_in(layout, activation=SWIGLU, **options):
+def case_in(layout, **options):
     """A case whose weights lie so."""
-    if not is_glu(activation):
-        layout = WeightLayout(layout.transposed)
-    return replace(make_case(activation, **options), layout=layout)
-
-
-def sums_of(case):
-    """Gradients as accumulators have them: native, fp32."""
-    sums = case.accumulators()
-    OURS.backward_dw(case.pending(OURS), sums)
-    return sums
-
-
-def user_shapes(layout):
-    shapes = (2 * I, H), (H, I)
-    return [shape[::-1] if layout.transposed else shape for shape in shapes]
+    return Case(150, H, I, layout=layout, **options)
 
 
 def apart(source):
@@ -73,70 +50,49 @@ def apart(source):
     return replace(source, up=up, down=down)
 
 
-def results(case, source):
-    """Of a forward and a backward to the tokens."""
-    weights = OURS.refresh(source, case.settings)
-    out, saved = OURS.forward(case.x, case.routing, weights, case.settings)
-    return (out, *OURS.backward_dx(case.dout, saved, weights)[:2])
-
-
-def stacked(layout, shape, fill, dtype=FP32):
-    sizes = (2, E, I, H) if layout.apart and shape == (2 * I, H) else (E, *shape)
-    tensor = torch.full(sizes, fill, dtype=dtype)
-    return GradientPlaces.stacked(tensor, E, layout)
-
-
-def permuted(layout, shape, fill, dtype=FP32):
-    """Contiguous along the other axis."""
-    tensor = torch.full((E, *shape[::-1]), fill, dtype=dtype).transpose(1, 2)
-    return GradientPlaces.stacked(tensor, E, layout)
-
-
-def check(target, native, layout, user, fill=0.0):
-    """Every wanted expert's matrix is the native gradient as the user has it, plus what was there."""
-    for expert in range(E):
-        found = target.matrix(expert)
-        if found is not None:
-            expected = (getattr(layout, user)(native[expert]) + fill).to(found.dtype)
-            assert torch.equal(found, expected), expert
+def assert_holds(targets, sums):
+    """The gradients, wherever they lie."""
+    assert_same_bits({name: targets.sums(name) for name in ("dw1", "dw2")}, sums)
 
 
 class TestWeights:
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     def test_are_read_where_they_lie(self, layout):
-        source = case_in(layout).source
-        weights = OURS.refresh(source, EngineSettings())
-        w1, w2 = source.up.stacked, source.down.stacked
-        assert weights.w1.data_ptr() == weights.w1_dgrad.data_ptr() == w1.data_ptr()
-        assert weights.w2.data_ptr() == weights.w2_dgrad.data_ptr() == w2.data_ptr()
-        assert weights.layout == layout
-        assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
-        assert not OURS.keep(weights, written=True), "biases are converted"
-        assert OURS.keep(OURS.refresh(case_in(layout, bias=False).source, EngineSettings()), True)
+        """In one tensor, or in one for each expert. Only biases are converted."""
+        case = case_in(layout)
+        source, separate = case.source, apart(case.source)
+        weights, others = (OURS.refresh(given, PLAIN) for given in (source, separate))
+        assert weights.w1 is weights.w1_dgrad is source.up.stacked
+        assert weights.w2 is weights.w2_dgrad is source.down.stacked
+        assert others.w1.tensors == tuple(separate.up)
+        assert others.w2.tensors == tuple(separate.down)
+        for found in (weights, others):
+            assert found.layout == layout and found.n1 == 2 * I
+            assert found.native_shapes == ((E, 2 * I, H), (E, H, I))
+            assert OURS.keep(found, written=True)
+        assert not OURS.keep(OURS.refresh(case_in(layout, biased=True).source, PLAIN), written=True)
+        assert_same_bits(case.run(OURS, source=separate), case.run(OURS))
 
     def test_of_two_tensors_are_read_where_they_lie_or_joined(self, monkeypatch):
         """Joined where dgrad cannot read both: other strides, or I that it cannot cut."""
-        case = case_in(APART, bias=False)
+        case = case_in(APART)
         source, wide = case.source, torch.zeros((E, I, H + 8), dtype=BF16)[:, :, :H]
-        weights, wanted = OURS.refresh(source, case.settings), results(case, source)
+        weights, wanted = OURS.refresh(source, PLAIN), case.run(OURS)
         assert weights.w1 == (source.up.stacked, source.up_half.stacked)
-        assert (
-            weights.w1_dgrad is weights.w1
-            and weights.layout == APART
-            and OURS.keep(weights, written=True)
-        )
+        assert weights.w1_dgrad is weights.w1 and weights.layout == APART
+        assert OURS.keep(weights, written=True)
         wide.copy_(source.up_half.stacked)
-        joined = [OURS.refresh(replace(source, up_half=StackedMatrices(wide)), case.settings)]
+        joined = [OURS.refresh(replace(source, up_half=StackedMatrices(wide)), PLAIN)]
         monkeypatch.setattr(bf16_weights, "_DEPTH", 64)
-        for weights in (*joined, OURS.refresh(source, case.settings)):
+        for weights in (*joined, OURS.refresh(source, PLAIN)):
             assert torch.equal(weights.w1, torch.cat([source.up.stacked, wide], 1))
             assert weights.layout == HALVES and not OURS.keep(weights, written=True)
-        assert all(map(torch.equal, results(case, source), wanted))
+        assert_same_bits(case.run(OURS), wanted)
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     def test_that_do_not_fit_together_are_refused(self, layout):
         """A bias of as many elements would be read in a wrong order."""
-        source = case_in(layout, bias=True).source
+        source = case_in(layout, biased=True).source
         turned, narrow = source.b1.T.contiguous(), source.down.stacked[:, :, :8].contiguous()
         for wrong, words in (
             ({"b1": turned}, r"b1 has shape"),
@@ -144,29 +100,18 @@ class TestWeights:
             ({"down": StackedMatrices(narrow)}, "needs"),
         ):
             with pytest.raises(ShapeError, match=words):
-                OURS.refresh(replace(source, **wrong), EngineSettings())
-
-    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-    def test_of_a_tensor_for_each_expert_are_read_where_they_lie(self, layout):
-        case = case_in(layout)
-        source = apart(case.source)
-        weights = OURS.refresh(source, case.settings)
-        assert weights.native_shapes == ((E, 2 * I, H), (E, H, I)) and weights.n1 == 2 * I
-        assert weights.w1.tensors == tuple(source.up) and weights.w2.tensors == tuple(source.down)
-        assert OURS.keep(weights, written=True) == (source.b1 is None)
-        for wanted, found in zip(results(case, case.source), results(case, source), strict=True):
-            assert torch.equal(found, wanted)
+                OURS.refresh(replace(source, **wrong), PLAIN)
 
     def test_of_a_tensor_for_each_expert_are_stacked_where_the_kernels_cannot_read_them(self):
         """fp32, an odd address, more experts than a launch has maps."""
-        source = apart(case_in(FUSED, bias=False).source)
+        source = apart(case_in(FUSED).source)
         odd = torch.zeros(I * H + 1, dtype=BF16)[1:].view(I, H)
         for other in (
             replace(source, compute_dtype=torch.float16),
             replace(source, down=[odd, *source.down[1:]]),
             replace(source, up=source.up * 62, down=source.down * 62),
         ):
-            weights = OURS.refresh(other, EngineSettings())
+            weights = OURS.refresh(other, PLAIN)
             assert torch.is_tensor(weights.w1) and weights.num_experts == len(other.up)
             assert not OURS.keep(weights, written=True)
             assert torch.allclose(weights.w2.to(BF16), torch.stack(list(other.down)), atol=1e-6)
@@ -188,16 +133,14 @@ class TestStackedWeightsThatComeAgain:
         return seen
 
     @staticmethod
-    def weights(layout=FUSED, dtype=BF16, **other):
-        source = case_in(layout, bias=True, **other).source
-        w1, w2 = source.up.stacked.to(dtype), source.down.stacked.to(dtype)
-        return [w1.clone(), w2.clone(), source.b1, source.b2]
+    def weights(layout=FUSED):
+        source = case_in(layout, biased=True).source
+        return [source.up.stacked.clone(), source.down.stacked.clone(), source.b1, source.b2]
 
     def test_are_recognised(self, looks):
-        settings = EngineSettings()
-        first = OURS.read_stacked(self.weights(), FUSED, BF16, settings)
+        first = OURS.read_stacked(self.weights(), FUSED, BF16, PLAIN)
         again = self.weights()
-        found = OURS.read_stacked(again, FUSED, BF16, settings)
+        found = OURS.read_stacked(again, FUSED, BF16, PLAIN)
         assert len(looks) == 1
         assert found.w1 is found.w1_dgrad is again[0] and found.w2 is found.w2_dgrad is again[1]
         assert found.native_shapes == first.native_shapes and found.layout == FUSED
@@ -205,50 +148,48 @@ class TestStackedWeightsThatComeAgain:
         assert found.native is first.native and found.store is found.adapters is None
 
     def test_of_two_tensors_are_recognised_by_both(self, looks):
-        settings, (gate, w2, b1, b2) = EngineSettings(), self.weights(APART)
+        gate, w2, b1, b2 = self.weights(APART)
         wide = torch.zeros((E, I, H + 8), dtype=BF16)[:, :, :H]
         odd = torch.zeros(E * I * H + 1, dtype=BF16)[1:].view(E, I, H)
         for other, looked in ((gate + 1, 1), (gate + 2, 1), (wide, 2), (odd, 3)):
             given = GateUp(gate, other), w2, b1, b2
-            found = OURS.read_stacked(given, APART, BF16, settings)
+            found = OURS.read_stacked(given, APART, BF16, PLAIN)
             assert len(looks) == looked and found.native_shapes == ((E, 2 * I, H), (E, H, I))
             in_place = tensors_of(found.w1)[-1].data_ptr() == other.data_ptr()
             assert in_place == (looked == 1)
 
     def test_in_any_other_form_are_looked_at(self, looks):
-        settings = EngineSettings()
-        OURS.read_stacked(self.weights(), FUSED, BF16, settings)
+        OURS.read_stacked(self.weights(), FUSED, BF16, PLAIN)
         w1, w2, b1, b2 = self.weights()
         wide = torch.zeros((E, H, 2 * I + 8), dtype=BF16)[:, :, : 2 * I].copy_(w1)
         narrow = w2[:, :, :64].contiguous()
         for count, (weights, layout, dtype, own) in enumerate((
-            ((w1, w2, b1, b2), WeightLayout(True), BF16, settings),
-            ((w1, w2, b1, b2), FUSED, None, settings),
+            ((w1, w2, b1, b2), WeightLayout(True), BF16, PLAIN),
+            ((w1, w2, b1, b2), FUSED, None, PLAIN),
             ((w1, w2, b1, b2), FUSED, BF16, EngineSettings()),
-            ((w1, w2, None, None), FUSED, BF16, settings),
-            ((wide, w2, b1, b2), FUSED, BF16, settings),
+            ((w1, w2, None, None), FUSED, BF16, PLAIN),
+            ((wide, w2, b1, b2), FUSED, BF16, PLAIN),
         )):  # fmt: skip
             found = OURS.read_stacked(weights, layout, dtype, own)
             assert len(looks) == count + 2 and found.w1.data_ptr() == weights[0].data_ptr()
         with pytest.raises(ShapeError):
-            OURS.read_stacked((w1, narrow, b1, b2), FUSED, BF16, settings)
+            OURS.read_stacked((w1, narrow, b1, b2), FUSED, BF16, PLAIN)
 
     def test_that_the_copy_engine_cannot_read_are_copied_each_time(self, looks):
-        settings = EngineSettings()
         w1, w2, b1, b2 = self.weights()
-        OURS.read_stacked((w1, w2, b1, b2), FUSED, BF16, settings)
+        OURS.read_stacked((w1, w2, b1, b2), FUSED, BF16, PLAIN)
         odd = torch.zeros(w2.numel() + 1, dtype=BF16)[1:].view(w2.shape).copy_(w2)
         for weights in ((w1, odd, b1, b2), (w1.float(), w2.float(), b1, b2)):
             for _ in range(2):
                 looks.clear()
-                found = OURS.read_stacked(weights, FUSED, BF16, settings)
+                found = OURS.read_stacked(weights, FUSED, BF16, PLAIN)
                 assert len(looks) == 1 and torch.equal(found.w2, w2)
                 assert found.w2.data_ptr() != weights[1].data_ptr()
 
     def test_are_not_kept(self):
         weights = self.weights()
         memory = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
-        OURS.read_stacked(weights, FUSED, BF16, EngineSettings())
+        OURS.read_stacked(weights, FUSED, BF16, PLAIN)
         weights.clear()
         assert all(map(StorageWeakRef.expired, memory))
 
@@ -256,47 +197,46 @@ class TestStackedWeightsThatComeAgain:
 class TestGradients:
     def test_in_an_order_that_dz_does_not_have_are_refused(self):
         """Also where nobody asked `problem_of`: gate and up rows would change places."""
-        pending = case_in(NATIVE).pending(OURS)
-        up, down = (stacked(HALVES, shape, 0.0) for shape in user_shapes(HALVES))
+        case = case_in(NATIVE)
+        pending, targets = case.pending(OURS), case.targets(HALVES, stacked=True)
         with pytest.raises(ConfigError, match="all gates before all up values"):
-            OURS.backward_dw(pending, GradientTargets(up, down))
-        assert not up.tensors[0].any() and not down.tensors[0].any() and pending.dz is not None
+            OURS.backward_dw(pending, targets)
+        assert not targets.sums("dw1").any() and not targets.sums("dw2").any()
+        assert pending.dz is not None
 
     def test_in_memory_that_is_taken_late(self, launches):
         """dw1 comes first then, and its operands are gone when memory for dw2 is taken."""
-        case = case_in(FUSED, bias=False)
-        sums, pending, held = sums_of(case), case.pending(OURS), []
-        up, down = (stacked(FUSED, s, 0.0) for s in user_shapes(FUSED))
-        nothing = GradientPlaces.stacked(None, E, FUSED)
+        case, held = case_in(FUSED), []
+        wanted, pending = case.run(OURS), case.pending(OURS)
+        targets = case.targets(FUSED, stacked=True, mode=GradientMode.FRESH)
+        down, targets.down = targets.down, GradientPlaces.stacked(None, E, FUSED)
 
         def make_down():
             held.append((pending.x, pending.dz))
             return down
 
-        targets = GradientTargets(up, nothing, GradientMode.FRESH, make_down=make_down)
+        targets.make_down = make_down
         launches.clear()
         OURS.backward_dw(pending, targets)
         assert launches.calls == ["wgrad_up", "wgrad_down"] and held == [(None, None)]
-        check(targets.up, sums.dw1, FUSED, "user_w1")
-        check(targets.down, sums.dw2, FUSED, "user_w2")
+        assert_holds(targets, {name: wanted[name] for name in ("dw1", "dw2")})
 
     @pytest.mark.parametrize(
         ("weights", "gradients"), list(itertools.product(LAYOUTS, LAYOUTS)), ids=str
     )
-    @pytest.mark.parametrize("arrange", [stacked, permuted])
-    def test_in_another_layout_than_the_weights(self, weights, gradients, arrange):
+    @pytest.mark.parametrize("turned", [False, True])
+    def test_in_another_layout_than_the_weights(self, weights, gradients, turned):
         """Gate and up of dz lie as in the weights. Only halves can be put in turns, row by row."""
-        case = case_in(weights, bias=False)
-        targets = GradientTargets(*(arrange(gradients, s, 0.0) for s in user_shapes(gradients)))
-        problem = OURS.problem_of(targets, case.settings, weights)
-        along_hidden = (arrange is stacked) != gradients.transposed
+        case = case_in(weights)
+        targets = case.targets(gradients, stacked=True, turned=turned)
+        problem = OURS.problem_of(targets, PLAIN, weights)
+        along_hidden = turned == gradients.transposed
         same = weights.split_half == gradients.split_half
         assert (problem is None) == (same or (weights.split_half and along_hidden))
         if problem is None:
+            wanted = case.run(OURS)
             OURS.backward_dw(case.pending(OURS), targets)
-            sums = sums_of(case)
-            check(targets.up, sums.dw1, gradients, "user_w1")
-            check(targets.down, sums.dw2, gradients, "user_w2")
+            assert_holds(targets, {name: wanted[name] for name in ("dw1", "dw2")})
         else:
             words = "before all up values, and" if gradients.split_half else "along gate and up"
             assert words in problem and "\n" not in problem
@@ -304,22 +244,21 @@ class TestGradients:
 
 @pytest.mark.parametrize("layout", LAYOUTS[::3], ids=str)
 def test_without_a_row_fresh_memory_is_zeros_and_sums_stay(layout, launches):
-    case = case_in(layout)
-    case.indices.fill_(-1)
-    memory = [stacked(layout, shape, 3.0) for shape in user_shapes(layout)]
-    biases = torch.ones(E, 2 * I), torch.ones(E, H)
-    OURS.backward_dw(case.pending(OURS), GradientTargets(*memory))
-    assert all(bool((weight.first == 3.0).all()) for weight in memory)
-    OURS.backward_dw(case.pending(OURS), GradientTargets(*memory, GradientMode.FRESH, biases))
-    assert not any(bool(t.any()) for t in (memory[0].first, memory[1].first, *biases))
-    assert not launches.calls
+    case = case_in(layout, invalid=1.0, biased=True)
+    biases = torch.ones_like(case.b1), torch.ones_like(case.b2)
+    for mode, held in ((GradientMode.MAIN_GRAD, 3.0), (GradientMode.FRESH, 0.0)):
+        targets = case.targets(layout, stacked=True, fill=3.0, mode=mode)
+        targets.biases = biases if mode is GradientMode.FRESH else None
+        OURS.backward_dw(case.pending(OURS), targets)
+        assert all(bool((t == held).all()) for t in (targets.up.first, targets.down.first))
+    assert not any(map(torch.any, biases)) and not launches.calls
 
 
 def test_listeners_know_gate_and_up_in_turns_however_the_weights_lie():
     wanted, found = {}, {}
     for layout, seen in ((NATIVE, wanted), (FUSED, found)):
         with listening(lambda name, value, seen=seen: seen.setdefault(name, value)):
-            run(case_in(layout), OURS)
+            case_in(layout).run(OURS)
     assert list(found) == list(wanted)
     for name in ("z", "dz", "y1", "y1s", "dx_rows"):
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-2, atol=1e-2)

@@ -49,27 +49,8 @@ def test_nan_stays_where_it_is(activation):
 
 # Below, on and beyond every bound of gate and up, at a kink, and where tanh and the sigmoid are flat.
 TICKS = (
-    -700,
-    -40,
-    -10,
-    -7.7,
-    -7,
-    -4,
-    -2,
-    -1,
-    -1e-3,
-    -0.0,
-    0,
-    1e-8,
-    0.3,
-    1.1,
-    2,
-    7,
-    7.1,
-    10,
-    60,
-    700,
-)
+    -700, -40, -10, -7.7, -7, -4, -2, -1, -1e-3, -0.0, 0, 1e-8, 0.3, 1.1, 2, 7, 7.1, 10, 60, 700,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

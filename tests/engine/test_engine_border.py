@@ -52,38 +52,37 @@ def test_gemms_leave_multiprocessors_to_other_kernels(wanted, lent):
     assert Gpu("sm_90a", 132).lent(EngineSettings(gemm_num_sms=wanted)) == lent
 
 
+DX256, ISO256 = RECIPES["dx256"], RECIPES["iso256-pow2"]
+GEGLU = ActivationType.GEGLU
+OF_CONFIGURATIONS = {
+    "everything": (
+        {"fp8_mode": "perf", "fp8_wgrad": False, "save_z": "e4m3", "recompute_z": True, "recipe": "iso256-pow2"},
+        EngineSettings(GEGLU, ISO256, False, ZCode.E4M3, True)),
+    "without FP8 there is no recipe": ({"recipe": "wide512"}, EngineSettings(GEGLU)),
+    "perf": ({"fp8_mode": "perf"}, EngineSettings(GEGLU, DX256)),
+    "mem": ({"fp8_mode": "mem"}, EngineSettings(GEGLU, DX256, frees_stagewise=True)),
+    "stagewise": ({"stagewise_memory": True}, EngineSettings(GEGLU, frees_stagewise=True)),
+    "iso_weight": ({"fp8_mode": "perf", "iso_weight": True}, EngineSettings(GEGLU, DX256, iso_weight=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "wanted"), OF_CONFIGURATIONS.values(), ids=OF_CONFIGURATIONS)
+def test_settings_follow_the_configuration(fields, wanted):
+    found = EngineSettings.from_config(SonicMoEConfig(**fields).resolve(), GEGLU)
+    assert found == wanted and found.row_alignment == (256 if wanted.recipe is ISO256 else 128)
+
+
+def test_iso_weight_needs_isotropic_weights_and_changes_no_bit():
+    with pytest.raises(ConfigError, match=r"iso_weight needs.*isotropic.*1x128"):
+        config = SonicMoEConfig(fp8_mode="perf", recipe="1x128", iso_weight=True)
+        EngineSettings.from_config(config.resolve(), GEGLU)
+    problem = make_problem()
+    ours = run_engine(problem, replace(FP8, iso_weight=True))
+    assert_same_bits(ours, run_engine(problem, FP8))
+
+
 def test_rows_padded_more_than_the_recipe_needs_change_no_bit():
-    setup = set_up(make_problem(), EngineSettings(recipe=RECIPES["iso256"]))
+    setup = set_up(make_problem(), EngineSettings(recipe=ISO256))
     given = tensor(setup.problem.indices), tensor(setup.problem.probs, torch.float32)
     wider = replace(setup, routing=build_routing(*given, 4, alignment=512)).run()
     assert_same_bits(wider, setup.run(), names=("out", "dx", "dprobs"))
-
-
-class TestSettings:
-    def resolved(self, **fields):
-        return EngineSettings.from_config(SonicMoEConfig(**fields).resolve(), ActivationType.GEGLU)
-
-    def test_follow_the_configuration(self):
-        settings = self.resolved(
-            fp8_mode="perf", fp8_wgrad=False, save_z="e4m3", recompute_z=True, recipe="iso256-pow2"
-        )
-        recipe = RECIPES["iso256-pow2"]
-        wanted = EngineSettings(ActivationType.GEGLU, recipe, False, ZCode.E4M3, True)
-        assert settings == wanted and settings.row_alignment == 256
-
-    def test_without_fp8_there_is_no_recipe(self):
-        settings = self.resolved(recipe="wide512")
-        assert settings.recipe is None and settings.row_alignment == 128
-
-    def test_fp8_mem_frees_stagewise(self):
-        assert self.resolved(fp8_mode="mem").frees_stagewise
-        assert self.resolved(stagewise_memory=True).frees_stagewise
-        assert not self.resolved(fp8_mode="perf").frees_stagewise
-
-    def test_iso_weight_needs_isotropic_weights_and_changes_no_bit(self):
-        assert self.resolved(fp8_mode="perf", recipe="dx256", iso_weight=True).iso_weight
-        with pytest.raises(ConfigError, match=r"iso_weight needs.*isotropic.*1x128"):
-            self.resolved(fp8_mode="perf", recipe="1x128", iso_weight=True)
-        problem = make_problem()
-        ours = run_engine(problem, replace(FP8, iso_weight=True))
-        assert_same_bits(ours, run_engine(problem, FP8))

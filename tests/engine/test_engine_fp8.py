@@ -1,5 +1,5 @@
-"""FP8 emulation: every quantisation point is there, and nowhere else. How large errors are, tests/oracle
-bounds.
+"""FP8 emulation: every quantisation point is there, and nowhere else; tokens and gradients that arrive in FP8
+are read as they came, and rounded a second time for wgrad alone. How large errors are, tests/oracle bounds.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import math
 
 import numpy as np
 import pytest
+from engine.fp8_arrivals import ISO128, quantised
+from engine.fp8_arrivals import run as run_arrived
 from engine.fp8_by_hand import (
     AFFECTS,
     assert_equal_to_rounding,
@@ -16,14 +18,17 @@ from engine.fp8_by_hand import (
     distance,
 )
 from engine.moe_golden import OUTPUTS, assert_same_bits, make_problem, run_engine
-from framework import torch
+from framework import numpy, tensor, torch
 from pairwise import pairwise
 
 from sonicmoe.engine.activations import activate_backward
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference_operands import saved_z, values_of
 from sonicmoe.enums import ACTIVATIONS, ActivationType, ZCode
+from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.quant.recipes import BASE_RECIPES, RECIPES, ScaleFormat
+from sonicmoe.quant.reference import dequantize
+from sonicmoe.quant.tokens import tokens_of
 
 POW2 = [recipe.with_scales(ScaleFormat.POW2) for recipe in BASE_RECIPES]
 DX256 = RECIPES["dx256"]
@@ -112,3 +117,48 @@ def test_rows_are_padded_so_that_no_block_spans_two_experts(recipe):
     quiet_result, loud_result = run_engine(problem, settings), run_engine(loud, settings)
     assert_same_bits(loud_result, quiet_result, ("dw1", "dw2"), slice(1))
     assert_same_bits(loud_result, quiet_result, ("out", "dx"), slice(None, None, 2))
+
+
+# ---- tokens and gradients that arrive in FP8 ----
+
+
+def odd_multiples(x):
+    """Tokens whose scales are small odd multiples of powers of two: their values need more bits
+    than a code has, and stay exact in fp32.
+    """
+    made = quantised(np.sign(x) * (np.abs(x) % 4), ScaleFormat.POW2)
+    scale = numpy(made.scale_inv)
+    odd = 1 + 2 * (np.arange(scale.size).reshape(scale.shape) % 4)
+    return tokens_of(made.codes, tensor(scale * odd, torch.float32))
+
+
+@pytest.mark.parametrize("fp8_wgrad", [True, False])
+@pytest.mark.parametrize("sides", [("x",), ("dout",), ("x", "dout")], ids="+".join)
+def test_what_arrives_in_fp8_is_quantised_again_for_wgrad_alone(coarse, fp8_wgrad, sides):
+    """Powers of two and small integers: every number is exact, so codes, blocks and order show."""
+    settings = EngineSettings(ActivationType.REGLU, RECIPES["iso128-pow2"], fp8_wgrad)
+    sent = {side: odd_multiples(getattr(coarse, side)) for side in sides}
+    seen = coarse.but(**{side: numpy(dequantize(q)) for side, q in sent.items()})
+    expected = by_hand(seen, settings, torch.bfloat16, skip=sides, exact=True)
+    assert_equal_to_rounding(run_arrived(coarse, settings, **sent), expected)
+
+
+OFF, WIDE = EngineSettings(), EngineSettings(recipe=RECIPES["wide256"])
+BLOCKS = "recipe 'wide256' reads them in 1x256 blocks"
+REFUSED = {
+    "x, FP8 is off": ("x", OFF, {}, ConfigError, "FP8 is off; needed: the values in bfloat16"),
+    "dout, FP8 is off": ("dout", OFF, {}, ConfigError, "cannot read dout: gradients come as .* FP8 is off"),
+    "x, other blocks": ("x", WIDE, {}, ConfigError, BLOCKS),
+    "dout, other blocks": ("dout", WIDE, {}, ConfigError, BLOCKS),
+    "x, shape": ("x", ISO128, {"rows": 149}, ShapeError, r"x has shape \(149, 144\)"),
+    "dout, shape": ("dout", ISO128, {"rows": 149}, ShapeError, r"dout has shape \(149, 144\)"),
+    "x, codes": ("x", ISO128, {"codes": True}, DTypeError, "x is float8_e4m3fn; needed: bfloat16"),
+    "dout, codes": ("dout", ISO128, {"codes": True}, DTypeError, "dout is float8_e4m3fn without its scales; .* dout_source"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("side", "settings", "form", "error", "words"), REFUSED.values(), ids=REFUSED)  # fmt: skip
+def test_what_the_engine_cannot_read_is_refused_by_name(coarse, side, settings, form, error, words):
+    sent = quantised(getattr(coarse, side)[: form.get("rows")])
+    with pytest.raises(error, match=words):
+        run_arrived(coarse, settings, **{side: sent.codes if "codes" in form else sent})

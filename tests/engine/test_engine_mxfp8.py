@@ -14,8 +14,7 @@ from framework import IS_PADDLE, torch
 if IS_PADDLE:
     pytest.skip("the host's GEMMs are PyTorch's", allow_module_level=True)
 
-from engine import fp8_layer
-from engine.fp8_layer import E, parameter_targets
+from engine.fp8_layer import Case
 from engine.host_gemms import MxGemms, MxKernels, MxRows
 from oracle.case import covering
 from oracle.engines import broken_on_host, chosen_on_host
@@ -29,19 +28,18 @@ from sonicmoe.engine.blackwell import mx, mxfp8
 from sonicmoe.engine.blackwell.mxfp8 import Mxfp8Engine
 from sonicmoe.engine.capabilities import MXFP8, missing_package
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
-from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.settings import Workload
 from sonicmoe.engine.targets import GradientTargets
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.errors import ConfigError
 from sonicmoe.jit.plan import ModelSpec
-from sonicmoe.layouts import WeightLayout
+from sonicmoe.layouts import NATIVE
 from sonicmoe.quant.recipes import RECIPES
 
 MX = EngineSettings(recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)
 OURS = Mxfp8Engine()
-T, H, I = 90, 160, 288
+SIZES = 90, 160, 288
 
 
 @pytest.fixture(autouse=True)
@@ -61,19 +59,6 @@ def gemms(monkeypatch):
         empty = module.empty
         monkeypatch.setattr(module, "empty", lambda *args, empty=empty: empty(*args).fill_(0xFF))
     return made
-
-
-class Case(fp8_layer.Case):
-    def __init__(self, tokens=T, *, hidden=H, inner=I, **options):
-        super().__init__(tokens, hidden, inner, **options)
-
-    def run(self, engine, settings=MX, targets=None):
-        return super().run(engine, settings, targets)
-
-
-@pytest.fixture(scope="module")
-def case():
-    return Case()
 
 
 # Additions in another order make a rounding to bf16, and behind it a code, the next one here and
@@ -101,23 +86,24 @@ def test_every_pair_of_values(monkeypatch, part):
     assert not {case: words for case, words in wrong.items() if words}
 
 
-def test_plain_wgrad_hands_bf16_rows_to_the_bf16_gemms(case, monkeypatch):
-    handed = []
+def test_plain_wgrad_hands_bf16_rows_to_the_bf16_gemms(monkeypatch):
+    case, handed = Case(*SIZES), []
+    wanted = case.run(OURS, MX)
     monkeypatch.setattr(Bf16Engine, "backward_dw", lambda _, pending, __: handed.append(pending))
     found = case.run(OURS, replace(MX, fp8_wgrad=False))
     (pending,) = handed
     assert pending.dz.dtype == pending.y1s.dtype == torch.bfloat16
     assert torch.equal(pending.x, case.x) and torch.equal(pending.dout, case.dout)
-    assert torch.equal(found["dx"], case.run(OURS)["dx"])
+    assert torch.equal(found["dx"], wanted["dx"])
 
 
 def test_parameters_that_its_gemms_cannot_add_to():
-    per_expert = parameter_targets((E, 2 * I, H, I), WeightLayout()).up
-    down = GradientPlaces.stacked(torch.zeros(E, H, I), E, WeightLayout())
-    targets = GradientTargets(per_expert, down)
+    case = Case(*SIZES)
+    per_expert, stacked = (case.targets(NATIVE, stacked=stacked) for stacked in (False, True))
+    targets = GradientTargets(per_expert.up, stacked.down)
     assert "the MXFP8 GEMMs add to one for all" in OURS.problem_of(targets, MX)
     with pytest.raises(ConfigError, match="the MXFP8 GEMMs cannot add to these parameters"):
-        Case().run(OURS, targets=targets)
+        case.run(OURS, MX, targets=targets)
 
 
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.SITU_GLU])

@@ -46,6 +46,8 @@ from sonicmoe.kernels.sm90 import fp8_dgated_source, fp8_grouped_gemm_source, fp
 from sonicmoe.observe import listening, ranges_on
 from sonicmoe.quant import format as quant_format
 from sonicmoe.quant.format import BlockScaledTensor
+from sonicmoe.quant.recipes import rows
+from sonicmoe.quant.reference import quantize
 from sonicmoe.routing.metadata import RoutingMetadata
 
 pytestmark = NVCC
@@ -68,7 +70,7 @@ def test_sizes_of_scratch_are_asked_for_once(monkeypatch, native):
     passes, asked = hopper_passes.Passes(native, NAMES, dict.fromkeys(KERNELS, print)), []
     ask = passes._part_ends
     monkeypatch.setattr(passes, "_part_ends", lambda *of: asked.append(of[-2:]) or ask(*of))
-    case, other = Case(), Case(T + 1)
+    case, other = Case(), Case(tokens=T + 1)
     first = passes.routed(case.routing, H, I).ends
     assert passes.routed(case.routing, H, I).ends == first and asked == [(H, I)]
     assert passes.routed(case.routing, H + 128, I).ends != first
@@ -81,7 +83,7 @@ def test_sizes_of_scratch_are_asked_for_once(monkeypatch, native):
 @pytest.mark.parametrize("tokens", [T, 0])
 def test_routing_of_one_memory_is_that_of_five_tensors(artefacts, native, tokens):
     """Where the CUDA builder puts them is where Python and the passes find them."""
-    case = Case(tokens, spare_rows=0)
+    case = Case(tokens=tokens, spare_rows=0)
     five, settings = case.routing, replace(FP8, recompute_z=True)
     sizes = five.num_tokens * five.topk, five.num_experts, five.num_rows
     builder = routing_metadata_source("sm_90a").load(artefacts)
@@ -268,7 +270,7 @@ def test_every_real_kernel_takes_what_a_pass_gives_it(kernel, artefacts, use):
     settings = replace(FP8, frees_stagewise=kernel == "gather_transpose_quantize")
     case = Case()
     if kernel == "gather_transpose_requantize":
-        case = case.quantised()
+        case.x = quantize(case.x.float(), rows(128))
     with pytest.raises(Exception, match="must be on a CUDA device"):
         case.run(OURS, settings)
 

@@ -1,5 +1,5 @@
-"""A warm-up compiles what the passes of Hopper's engines load: a kernel that it lacks is compiled in the
-first step of every run, and refused where nothing may compile.
+"""A warm-up compiles what the passes of the engines load: a kernel that it lacks is compiled in the first
+step of every run, and refused where nothing may compile.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from sonicmoe.engine.settings import EngineSettings, Workload
 from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.jit.shared_object import SharedObject
 from sonicmoe.kernels import EVERY_RUN
+from sonicmoe.kernels.blackwell.quack_gemm import (
+    STORED,
+    MlpShape,
+    Stored,
+    all_kernels,
+    wgrad_kernel,
+)
 
 ARCH = "sm_90a"
 
@@ -57,3 +64,15 @@ def test_of_fp8(loaded, bias, low_rank):
     own = ActivationType.SWIGLU, ZCode.ADAPTIVE, bias, low_rank
     hopper_passes.passes_on.__wrapped__("cuda:0", *own)
     assert set(loaded) <= planned(hopper_jobs, bias=bias, low_rank=low_rank)
+
+
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU])
+def test_every_variant_that_a_destination_of_blackwells_gradients_asks_for(activation):
+    for hidden, inner in ((3072, 1536), (2048, 768), (512, 384), (2880, 2880)):
+        shape = MlpShape(hidden, inner, activation, arch="sm_100a")
+        kernels = set(all_kernels(shape))
+        for product in ("wgrad_down", "wgrad_up"):
+            for stored in STORED[product]:
+                halves = product == "wgrad_up" and stored is Stored.HALVES
+                asked = wgrad_kernel(product, shape, stored) in kernels
+                assert asked == (activation is ActivationType.SWIGLU or not halves)

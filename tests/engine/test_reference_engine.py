@@ -1,17 +1,19 @@
 """What the reference engine promises beyond the laws of tests/oracle: spare rows, padding rows of operands,
-weights that are NaN, adapters that it refuses, and products in fp32 whatever the program around it
-asked for.
+weights that are NaN, memory that is freed stage by stage, adapters that it refuses, and products in fp32
+whatever the program around it asked for.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from engine.fp8_layer import with_spare_rows
 from engine.moe_golden import (
+    FP8,
     MODES,
     assert_same_bits,
     factors_of,
@@ -21,8 +23,9 @@ from engine.moe_golden import (
 )
 from framework import IS_PADDLE, numpy, tensor, torch
 
+from sonicmoe.engine import reference, reference_operands
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.low_rank import NAMES_OF_FACTORS, Adapters, LowRank
+from sonicmoe.engine.low_rank import Adapters, LowRank
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.interop import ieee_matmul
 
@@ -53,17 +56,48 @@ class TestPoison:
             assert numpy(rows)[~padding].any()
 
 
-class TestNonFiniteTokens:
-    @MODES
-    def test_a_weight_that_is_nan_reaches_every_token_of_its_expert(self, settings):
-        problem = make_problem(topk=1, empty=(), tokens=60)
-        up_gate = problem.up_gate.copy()
-        up_gate[2, 7, 5] = np.nan
-        actual = run_engine(problem.but(up_gate=up_gate), settings)
-        expected = run_engine(problem, settings)
-        here = problem.indices[:, 0] == 2
-        assert np.isnan(actual.out[here]).all()
-        assert_same_bits(actual, expected, ("out", "dx"), ~here)
+@MODES
+def test_a_weight_that_is_nan_reaches_every_token_of_its_expert(settings):
+    problem = make_problem(topk=1, empty=(), tokens=60)
+    up_gate = problem.up_gate.copy()
+    up_gate[2, 7, 5] = np.nan
+    actual = run_engine(problem.but(up_gate=up_gate), settings)
+    expected = run_engine(problem, settings)
+    here = problem.indices[:, 0] == 2
+    assert np.isnan(actual.out[here]).all()
+    assert_same_bits(actual, expected, ("out", "dx"), ~here)
+
+
+# ---- stage-wise memory ----
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_operands_are_dead_before_the_next_product(monkeypatch, frees):
+    """Without a collection of garbage: z before dx, the operands of dw2 before dw1. A second call says so."""
+    setup, alive = set_up(make_problem(), replace(FP8, frees_stagewise=frees)), []
+
+    def watch(module, function, stage, memory):
+        original, watched = getattr(module, function), weakref.ref(memory)
+
+        def spy(values, name, *rest):
+            if name == stage:
+                alive.append(watched() is not None)
+            return original(values, name, *rest)
+
+        monkeypatch.setattr(module, function, spy)
+
+    _, saved = setup.forward()
+    watch(reference, "operand", "dz", saved.z.codes)
+    *_, pending = setup.engine.backward_dx(setup.dout, saved, setup.weights)
+    watch(reference_operands, "_wgrad_operand", "wgrad_x", pending.y1s)
+    setup.engine.backward_dw(pending, setup.accumulators())
+    assert alive == [not frees] * 2
+    assert (saved.x is None) == (saved.z is None) == frees
+    if frees:
+        with pytest.raises(RuntimeError, match="released"):
+            setup.engine.backward_dx(setup.dout, saved, setup.weights)
+        with pytest.raises(RuntimeError, match="released"):
+            setup.engine.backward_dw(pending, setup.accumulators())
 
 
 # ---- low-rank adapters ----
@@ -74,32 +108,11 @@ def adapters_of(setup, rank=5):
     return Adapters(*(LowRank(*(tensor(f, torch.float32) for f in pair), 0.7) for pair in pairs))
 
 
-def run(setup, adapters):
-    """`(out, dx, dprobs, gradients of the factors by name)`."""
-    weights = setup.weights.with_adapters(adapters)
-    out, saved = setup.engine.forward(setup.x, setup.routing, weights, setup.settings)
-    dx, dprobs, pending = setup.engine.backward_dx(setup.dout, saved, weights)
-    factors = pending.adapters()
-    named = {
-        name: numpy(g) for name, g in zip(NAMES_OF_FACTORS, factors, strict=True) if g is not None
-    }
-    return {"out": numpy(out), "dx": numpy(dx), "dprobs": numpy(dprobs)}, named
-
-
-def test_no_token_is_no_error():
-    setup = set_up(make_problem(tokens=0))
-    layer, factors = run(setup, adapters_of(setup))
-    assert layer["out"].shape == (0, 80) and not any(map(np.any, factors.values()))
-    assert {name: gradient.shape for name, gradient in factors.items()} == {
-        "up.a": (4, 5, 80), "up.b": (4, 96, 5), "down.a": (4, 5, 48), "down.b": (4, 80, 5),
-    }  # fmt: skip
-
-
 def changed(adapters, **changes):
     return adapters._replace(up=adapters.up._replace(**changes))
 
 
-def test_what_is_refused():
+def test_adapters_that_are_refused():
     setup = set_up(make_problem())
     adapters = adapters_of(setup)
     a, b = adapters.up.a, adapters.up.b
@@ -110,13 +123,12 @@ def test_what_is_refused():
         (changed(adapters, b=b[:, :, :4]), ShapeError, r"^up.b .* = \(4, 96, 5\)"),
         (changed(adapters, a=a.to(torch.int32)), DTypeError, r"^up.a is int32; needed: bfloat16"),
         (changed(adapters, scale=float("nan")), ConfigError, r"^up.scale is nan; needed: a finite"),
+        (adapters_of(setup, rank=129), ShapeError, "1 to 128"),
+        (adapters._replace(up=(a, b)), TypeError, r"^up is tuple; needed: a LowRank, or None"),
     ):
         with pytest.raises(kind, match=words):
-            run(setup, other)
-    with pytest.raises(ShapeError, match="1 to 128"):
-        run(setup, adapters_of(setup, rank=129))
-    with pytest.raises(TypeError, match=r"^up is tuple; needed: a LowRank, or None"):
-        run(setup, adapters._replace(up=(a, b)))
+            weights = setup.weights.with_adapters(other)
+            setup.engine.forward(setup.x, setup.routing, weights, setup.settings)
 
 
 def test_without_a_pair_nothing_changes():

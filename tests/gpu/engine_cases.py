@@ -20,8 +20,6 @@ from sonicmoe.enums import ActivationType, is_glu
 from sonicmoe.jit import default_cache
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.warmup import warm_up
-from sonicmoe.observe import listening
-from sonicmoe.quant.format import BlockScaledTensor, Orientation
 from sonicmoe.quant.recipes import RECIPES
 from sonicmoe.routing.build import build_routing
 
@@ -199,30 +197,3 @@ def digest(engine, settings):
     for name in sorted(named):
         joined.update(raw(named[name]).cpu().numpy().tobytes())
     return joined.hexdigest()
-
-
-def run_with_stages(case, engine, settings):
-    """`run`, and every stage tensor of `[R, ...]` or `[..., R]`, its padding rows included, up to
-    the last row of an expert.
-    """
-    routing, seen = case.routing(), {}
-
-    def keep(name, value):
-        for field, tensor in owned(value, routing.num_rows, int(routing.padded_offsets[-1])):
-            seen[f"stage {name}{field}"] = tensor.clone()
-        return value
-
-    with listening(keep):
-        return run(case, engine, settings) | seen
-
-
-def owned(value, rows, used):
-    """`(suffix, tensor)` of what experts own of a stage tensor; nothing of those that have no rows."""
-    if not isinstance(value, BlockScaledTensor):
-        return [("", value[:used])] if value.shape[0] == rows else []
-    if rows not in value.codes.shape:
-        return []
-    codes, scales, used_scales = (value.bytes, value.scale_inv, used // value.block.rows)
-    if value.orientation is Orientation.COLUMNS:
-        return [(".codes", codes[:, :used]), (".scale_inv", scales[:, :used_scales])]
-    return [(".codes", codes[:used]), (".scale_inv", scales[:used_scales])]

@@ -1,16 +1,15 @@
-"""What the kernel tests share: outputs that must be written, the error of each block of 128 rows, fp64
-arithmetic on rows of experts, and the definitions of activations.
+"""What the kernel tests share: outputs that must be written, the error of each block of 128 rows, and fp64
+arithmetic on rows of experts. Activations are those of the reference engine, which tests/engine compares
+with their definitions.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import torch
-from torch.nn.functional import gelu, relu, silu
 
-from sonicmoe.enums import ACTIVATIONS, ActivationType
+from sonicmoe.enums import ActivationType
 from sonicmoe.kernels.sm90 import launch_parameters
 from sonicmoe.quant.reference import dequantize
 
@@ -55,28 +54,3 @@ OF_UNIT_Z = {
 def launched(activation, module):
     """The arguments by which the fused kernels know it: its number, and `OF_UNIT_Z`."""
     return launch_parameters(module.activation_names(), activation, OF_UNIT_Z.get(activation, ()))
-
-
-def gated(
-    activation: ActivationType, gate: torch.Tensor, up: torch.Tensor, own: tuple = ()
-) -> torch.Tensor:
-    """y1 by the definition of an activation that engine `hopper` has."""
-    values = ACTIVATIONS[activation].values(own)
-    if activation is ActivationType.SWIGLU_OAI:
-        alpha, limit = values["alpha"], values["limit"]
-        bounded = gate.clamp(max=limit)
-        return bounded * torch.sigmoid(alpha * bounded) * (up.clamp(-limit, limit) + 1.0)
-    if activation is ActivationType.SWIGLU_CLAMP:
-        limit = values["limit"]
-        return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-    if activation is ActivationType.SITU_GLU:
-        beta, cap = values["beta"], values["linear_beta"]
-        factor = up if cap == float("inf") else cap * torch.tanh(up / cap)
-        return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * factor
-    functions = {
-        "swiglu": silu,
-        "geglu": gelu,
-        "geglu_tanh": functools.partial(gelu, approximate="tanh"),
-        "reglu": relu,
-    }
-    return functions[activation.value](gate) * up

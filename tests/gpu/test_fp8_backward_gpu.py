@@ -9,9 +9,10 @@ import itertools
 import pytest
 import torch
 from gpu.gradient_memory import added_to
-from gpu.kernel_checks import OF_UNIT_Z, block_errors, gated, gathered, launched, poisoned, products
+from gpu.kernel_checks import OF_UNIT_Z, block_errors, gathered, launched, poisoned, products
 from pairwise import pairwise
 
+from sonicmoe.engine.activations import activate_backward
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.enums import ZCode
 from sonicmoe.interop import current_stream
@@ -103,11 +104,10 @@ class Backward:
         """fp64 `(dz, y1s, dprob)` of the used rows."""
         routing, used = self.routing, self.used
         dy1 = products(gathered(self.dout, routing), self.w2, routing)
-        z = self.z_values[:used].double().requires_grad_()
-        y1 = gated(activation, z[:, ::2], z[:, 1::2], OF_UNIT_Z.get(activation, ()))
+        z, own = self.z_values[:used].double(), OF_UNIT_Z.get(activation, ())
         prob = routing.row_prob[:used].double().unsqueeze(1)
-        (dz,) = torch.autograd.grad(y1, z, dy1 * prob)
-        return dz, (y1 * prob).detach(), (dy1 * y1).sum(1).detach()
+        y1, dz = activate_backward(z, dy1 * prob, activation, own)
+        return dz, y1 * prob, (dy1 * y1).sum(1)
 
     def outputs(self):
         """The block-scaled outputs as dequantised `[used, features]` matrices."""

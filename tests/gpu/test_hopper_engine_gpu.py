@@ -11,20 +11,18 @@ from dataclasses import replace
 import processes
 import pytest
 import torch
-from gpu.device import fill_free_memory, raw
+from gpu.device import raw
 from gpu.engine_cases import (
     FP8,
     E,
     H,
     I,
-    assert_same_bits,
     build,
     check,
     digest,
     make_blocked_case,
     make_case,
     relative,
-    run_with_stages,
 )
 from gpu.engine_contract import EngineContract
 from worlds import ROOT
@@ -69,16 +67,6 @@ class TestHopperEngine(EngineContract):
         """
         sizes = {"hidden": 256, "intermediate": 128, "experts": 1, "topk": 1}
         self.check(make_case(65536, **sizes, invalid=0.0, empty=(), seed=8))
-
-    def test_unwritten_memory_is_never_read(self):
-        """Nor is it in any stage tensor, to the end of its padding rows."""
-        case = make_case(333, seed=23)
-        fill_free_memory(0)
-        zeroed = run_with_stages(case, OURS, FP8)
-        stages = {name.split()[1].partition(".")[0] for name in zeroed if name.startswith("stage ")}
-        assert {"z", "y1", "y2", "dz_fp8", "dz", "y1s", "dx_rows"} <= stages
-        fill_free_memory(0xFF)  # NaN in every floating format, -1 in every integer
-        assert_same_bits(run_with_stages(case, OURS, FP8), zeroed)
 
     # ---- the same bits ----
 

@@ -13,21 +13,19 @@ for what arithmetic other than the emulation's may move.
 
 from __future__ import annotations
 
-import os
-
+import numpy as np
 import pytest
 import torch
 from gpu import engine_cases
+from gpu.device import compiled_beforehand
 from numerics_cases import DATA_KINDS, make_case
 from numerics_scores import BARRED_DATA, BASELINE, RESOLUTION, RMSE_BARS, judge, score
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.diagnostics.cases import CaseSizes
-from sonicmoe.diagnostics.golden_stages import TENSORS
+from sonicmoe.diagnostics.golden_stages import TENSORS, golden_tensors
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.jit import no_compile
-from sonicmoe.jit_warmup import warmup_jit
 
 pytestmark = pytest.mark.gpu
 
@@ -40,15 +38,8 @@ FEW, MANY = (
 ARITHMETIC = 5e-3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Nothing below may compile."""
-    config = SonicMoEConfig(fp8_mode="perf", engine="hopper")
-    assert warmup_jit(
-        FEW.experts, FEW.hidden, FEW.intermediate, "cuda", config=config, jobs=os.cpu_count()
-    ).complete
-    with no_compile():
-        yield
+CONFIG = SonicMoEConfig(fp8_mode="perf", engine="hopper")
+compiled = compiled_beforehand((CONFIG, (FEW.experts, FEW.hidden, FEW.intermediate)))
 
 
 def on_device(case):
@@ -63,27 +54,7 @@ def on_device(case):
 
 
 def computed(operands):
-    return engine_cases.run(operands, HopperEngine(), engine_cases.FP8)
-
-
-def golden(case):
-    """fp64, expert by expert, by automatic differentiation of the definition of SwiGLU."""
-    x, probs = case.x.double().requires_grad_(), case.probs.double().requires_grad_()
-    out, dx, dprobs = (torch.zeros_like(t).detach() for t in (x, x, probs))
-    given = case.weights[:2]
-    sums = [torch.zeros_like(w, dtype=torch.float64) for w in given]
-    for e in range(case.num_experts):
-        token, slot = torch.nonzero(case.indices == e, as_tuple=True)
-        w1, w2 = own = [w[e].double().requires_grad_() for w in given]
-        z = x[token] @ w1.T
-        y1 = torch.nn.functional.silu(z[:, ::2]) * z[:, 1::2]
-        served = (y1 @ w2.T) * probs[token, slot].unsqueeze(1)
-        gradients = torch.autograd.grad(served, (x, probs, *own), case.dout[token].double())
-        out.index_add_(0, token, served.detach())
-        totals = dx, dprobs, *(total[e] for total in sums)
-        for total, gradient in zip(totals, gradients, strict=True):
-            total.add_(gradient)
-    return {"out": out, "dx": dx, "dprobs": dprobs, "dw1": sums[0], "dw2": sums[1]}
+    return as_arrays(engine_cases.run(operands, HopperEngine(), engine_cases.FP8))
 
 
 def as_arrays(named):
@@ -123,8 +94,8 @@ def table(scores):
 def test_at_least_as_exact_as_the_deepseek_v3_recipe(kind, sizes):
     case = make_case(kind, sizes, seed=0)
     operands = on_device(case)
-    ours, theirs = as_arrays(computed(operands)), baseline_of(operands)
-    wanted = as_arrays(golden(operands))
+    ours, theirs = computed(operands), baseline_of(operands)
+    wanted = golden_tensors(case)
     scores = scores_of(case, ours, theirs, wanted)
     failures, unresolved = judge(kind, scores)
     assert not failures, f"{failures}\n{table(scores)}"
@@ -145,8 +116,8 @@ def test_error_is_that_of_quantisation():
     """Far below any E4M3 recipe's error, something was not quantised, and the comparison above
     would say nothing of FP8.
     """
-    operands = on_device(make_case(BARRED_DATA, FEW, seed=1))
-    ours, wanted = computed(operands), golden(operands)
-    for name, bar in zip(("out", "dx", "dprobs", "dw1", "dw2"), RMSE_BARS.values(), strict=True):
-        error = float((ours[name].double() - wanted[name]).norm() / wanted[name].norm())
+    case = make_case(BARRED_DATA, FEW, seed=1)
+    ours, wanted = computed(on_device(case)), golden_tensors(case)
+    for name, bar in RMSE_BARS.items():
+        error = np.linalg.norm(ours[name] - wanted[name]) / np.linalg.norm(wanted[name])
         assert 0.8 * bar <= error <= bar, (name, error)

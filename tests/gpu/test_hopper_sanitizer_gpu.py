@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from gpu import hopper_step
-
-from sonicmoe.jit_warmup import warmup_jit
+from gpu.device import compiled_beforehand
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -37,9 +36,7 @@ TOOLS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    assert warmup_jit(3, 256, 128, "cuda", config=hopper_step.FP8).complete
+compiled = compiled_beforehand((hopper_step.FP8, (3, 256, 128)))
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -1,47 +1,22 @@
-"""Low-rank adapters on the GPU: the narrow products against fp64, and the bits of both engines for Hopper."""
+"""The narrow products of low-rank adapters on the GPU against fp64. Whole layers have test_oracle_gpu.py."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
-from gpu.engine_cases import ARCH, BF16, DEVICE, FP8, build, make_case
+from gpu.engine_cases import ARCH, BF16, DEVICE
 from gpu.kernel_checks import poisoned
 from pairwise import pairwise
 
-from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.low_rank import Adapters, LowRank
-from sonicmoe.enums import ActivationType, ZCode
 from sonicmoe.interop import current_stream
-from sonicmoe.jit import no_compile
-from sonicmoe.kernels.cuda_wgrad import expert_rows_source, low_rank_source
-from sonicmoe.kernels.sm90 import bf16_sources, engine_sources
+from sonicmoe.kernels.cuda_wgrad import low_rank_source
 from sonicmoe.quant.recipes import BlockShape, iso, rows
 from sonicmoe.quant.reference import dequantize, quantize, transpose_storage
 from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
-
-SWIGLU, OAI = ActivationType.SWIGLU, ActivationType.SWIGLU_OAI
-FACTORS = "da1", "db1", "da2", "db2"
-ENGINES = {"bf16": Bf16Engine(), "hopper": HopperEngine()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    jobs = [low_rank_source(ARCH), expert_rows_source(ARCH)]
-    for kind, bias in ((SWIGLU, False), (OAI, True)):
-        jobs += engine_sources(ARCH, kind, bias=bias, low_rank=True)
-        jobs += bf16_sources(ARCH, kind, low_rank=True).values()
-    jobs += [*engine_sources(ARCH, SWIGLU), *bf16_sources(ARCH, SWIGLU).values()]
-    jobs += engine_sources(ARCH, SWIGLU, ZCode.BF16, low_rank=True)
-    jobs += bf16_sources(ARCH, SWIGLU, "float16", low_rank=True).values()
-    build(jobs)
-    with no_compile():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -175,32 +150,6 @@ def test_both_products_at_once(module, kind, rank, wide):
     assert float((out - wanted).norm() / wanted.norm()) < 4e-3
 
 
-def adapters_of(case, rank=16, which=("up", "down"), dtype=BF16, seed=5):
-    torch.manual_seed(seed)
-    w1, w2, *_ = case.weights
-    made = {}
-    for name, weight in (("up", w1), ("down", w2)):
-        experts, outputs, inputs = weight.shape
-        a = torch.randn((experts, rank, inputs), device=DEVICE) * inputs**-0.5
-        b = torch.randn((experts, outputs, rank), device=DEVICE) * 0.7
-        made[name] = LowRank(a.to(dtype), b.to(dtype), 0.5) if name in which else None
-    return Adapters(**made)
-
-
-def run(case, engine, settings, adapters):
-    settings = replace(settings, activation=case.activation, activation_parameters=case.parameters)
-    weights = engine.prepare_weights(*case.weights, settings)
-    out, saved = engine.forward(case.x, case.routing(), weights.with_adapters(adapters), settings)
-    dx, dprobs, pending = engine.backward_dx(case.dout, saved, weights.with_adapters(adapters))
-    of_factors = dict(zip(FACTORS, pending.adapters(), strict=True))
-    return {"out": out, "dx": dx, "dprobs": dprobs} | {
-        name: found for name, found in of_factors.items() if found is not None
-    }
-
-
-PLAIN = replace(FP8, recipe=None)
-
-
 @pytest.mark.parametrize("kind", ["rows codes", "block codes", "transposed codes"])
 def test_a_nan_among_codes_is_seen(module, kind):
     """In its row of a narrow product, and in its column of a gradient, of its expert."""
@@ -244,12 +193,3 @@ def test_factors_are_padded_and_transposed(module, rank, dtype):
             module.prepare_factor(given, straight.fill_(7), None, current_stream(source))
             module.prepare_factor(given, None, flipped.fill_(7), current_stream(source))
             assert torch.equal(straight, wanted) and torch.equal(flipped, wanted.transpose(1, 2))
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_equal_calls_give_equal_bits(name):
-    settings = FP8 if name == "hopper" else PLAIN
-    case = make_case(2000, seed=3)
-    adapters = adapters_of(case, dtype=torch.float32)
-    first, again = (run(case, ENGINES[name], settings, adapters) for _ in range(2))
-    assert all(torch.equal(first[part], again[part]) for part in first)

@@ -75,6 +75,19 @@ def probabilities(value):
     return lambda: {"dispatched_probs": fp32(probs), "validate": True}
 
 
+def ids(*tokens):
+    """Of four experts, with validation."""
+    made = np.array(tokens, np.int64)
+    given = {"dispatched_indices": tensor(made), "dispatched_probs": fp32(np.full(made.shape, 0.5))}
+    return given | {"num_experts": 4, "validate": True}
+
+
+def disagreeing(counts, expert, counted):
+    words = rf"tokens_per_expert\[{expert}\] is {counts[expert]} but .* {counted} tokens for expert"
+    of_all = f"{re.escape(str(counts))}.*{re.escape(str(COUNTS))}"
+    return [(RoutingError, found, {"counts": counts}) for found in (words, of_all)]
+
+
 NO_DTYPE = {
     "dispatched_indices": (("int16", "uint8", "float32", "bool"), "int32 or int64"),
     "dispatched_probs": (("float64", "bfloat16", "float16", "int32"), "float32"),
@@ -91,6 +104,19 @@ ROWS = rows(
       for bad in ("203", 5, {0: 2}, iter(COUNTS))),
     *((RoutingError, r"dispatched_probs of token 2, slot 0, is .*expert 2", probabilities(bad))
       for bad in (np.nan, np.inf, -np.inf)),
+    *(row for given in (([2, 0, 2], 2, 3), ([3, 0, 3], 0, 2), ([2, 1, 3], 1, 0), ([8, 0, 3], 0, 2))
+      for row in disagreeing(*given)),
+    *((RoutingError, rf"token 1 names expert {one} twice \(slots {one} and {other}\)",
+       ids(range(4), [one if slot == other else slot for slot in range(4)]))
+      for one, other in ((0, 1), (0, 3), (1, 2), (2, 3))),
+    (RoutingError, r"no id of dispatched_indices is in 0\.\.3, and the largest is 14; needed: ids",
+     ids([8, 9], [-1, 14])),
+    *((RoutingError, f"dispatched_indices of token 1, slot 1, is {low}", ids([0, 1], [-1, low]))
+      for low in (-2, -128, -(2**31))),
+    *((ShapeError, rf"{name} has shape .*needed: \[tokens, topk\]{hint}",
+       {name: tensor(np.zeros(shape), dtype)})
+      for name, dtype in (("dispatched_indices", torch.int64), ("dispatched_probs", torch.float32))
+      for shape, hint in (((4,), ".*HybridEP"), ((4, 2, 1), "$"), ((), "$"))),
     (ShapeError, r"\(4, 2\).*\(4, 3\)", {"dispatched_probs": fp32(np.zeros((4, 3)))}),
     *((DTypeError, f"{name} is {dtype}; needed: {needed}",
        {name: tensor(np.ones((4, 2)), getattr(torch, dtype))})
