@@ -6,8 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 8, 3
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 24, 8, 3  # rows of two blocks of FP8
 MATRICES = ("up_gate", "down")
+# What travels in FP8: tokens, gradients of the output, both; and in which cases.
+FORMS = ((True, False), (False, True), (True, True))
+OF_FP8 = ("uneven", "a rank without tokens", "a rank that receives nothing", "no tokens anywhere")
+PRECISIONS = {
+    "fp32": {}, "bf16": {"dtype": "bfloat16"}, "fp8": {"dtype": "bfloat16", "fp8": True},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def cases(world):
 
 def precision_of(case):
     """In which precision a case runs without counts: each with each kind of case, not all with all."""
-    return ("fp32", "bf16", "fp8")[list(cases(2)).index(case) % 3]
+    return [*PRECISIONS][list(cases(2)).index(case) % 3]
 
 
 def joined(sources):
@@ -80,9 +86,9 @@ def joined(sources):
     )
 
 
-def expert_weights(hidden=HIDDEN):
+def expert_weights():
     """up_gate `[E, H, 2I]` and down `[E, I, H]`, fp32."""
     rng = np.random.default_rng(7)
-    up = rng.standard_normal((EXPERTS, hidden, 2 * INTERMEDIATE)) * hidden**-0.5
-    down = rng.standard_normal((EXPERTS, INTERMEDIATE, hidden)) * INTERMEDIATE**-0.5
+    up = rng.standard_normal((EXPERTS, HIDDEN, 2 * INTERMEDIATE)) * HIDDEN**-0.5
+    down = rng.standard_normal((EXPERTS, INTERMEDIATE, HIDDEN)) * INTERMEDIATE**-0.5
     return up.astype(np.float32), down.astype(np.float32)

@@ -19,10 +19,10 @@ from sonicmoe.ernie_compat import SonicMoEMlpNode
 MOST_TOKENS = 41  # of any rank in any case, and one more
 
 
-def local_experts(first, count, hidden=HIDDEN):
+def local_experts(first, count):
     """Modules of experts `first .. first + count`, each weight with a zero fp32 `main_grad`."""
     made = []
-    up, down = expert_weights(hidden)
+    up, down = expert_weights()
     for expert in range(first, first + count):
         weights = [parameter(values[expert]) for values in (up, down)]
         for weight in weights:
@@ -34,9 +34,8 @@ def local_experts(first, count, hidden=HIDDEN):
 
 def node_of(experts, **options):
     """A node over such modules."""
-    hidden = int(experts[0].up_gate_proj.weight.shape[0])
     config = SonicMoEConfig(**options)
-    return SonicMoEMlpNode(experts, len(experts), hidden, INTERMEDIATE, config=config)
+    return SonicMoEMlpNode(experts, len(experts), HIDDEN, INTERMEDIATE, config=config)
 
 
 class Spy:
@@ -55,7 +54,7 @@ def run_layer(dispatcher, source, rank=0, dtype="float32", fp8=False, spelling="
     what it was given, nor what it gave away.
     """
     count = dispatcher.num_local_experts
-    experts = local_experts(rank * count, count, source.x.shape[1])
+    experts = local_experts(rank * count, count)
     node = node_of(experts, fp8_mode="perf" if fp8 else "off")
     leaf, weights, ids = (
         spelled(tensor(array), spelling) for array in (source.x, source.weights, source.ids)

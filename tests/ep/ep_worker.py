@@ -20,8 +20,7 @@ from pathlib import Path
 
 import framework
 import numpy as np
-from ep_cases import EXPERTS, cases, precision_of, source
-from ep_fp8 import results_in_fp8
+from ep_cases import EXPERTS, FORMS, OF_FP8, PRECISIONS, cases, precision_of, source
 from ep_layer import MOST_TOKENS, deepep_transports, poisoned_fixed_size, run_layer, start
 from kernels.needs import can_load_kernels
 
@@ -71,16 +70,33 @@ def refused_bounds(exchange):
     return said
 
 
+def results_in_fp8(exchange, symmetric):
+    """What travels in FP8, through every transport."""
+    transports = {
+        "collective": CollectiveTransport(EXPERTS, exchange),
+        "fixed size": poisoned_fixed_size(exchange),
+    }
+    if not framework.IS_PADDLE:
+        transports |= deepep_transports() | symmetric
+    rank, arrays = exchange.rank, {}
+    for case in OF_FP8:
+        for form in FORMS:
+            for name, transport in transports.items():
+                dispatcher = Dispatcher(transport, *form)
+                found = run_layer(dispatcher, cases(2)[case][rank], rank, **PRECISIONS["fp8"])
+                path = "/".join((name, *map(str, form), case))
+                arrays |= {f"{path}/{key}": array for key, array in found.items()}
+    return arrays
+
+
 def results(exchange, directory):
     """Everything that this rank sees, by name."""
     world, rank = exchange.world_size, exchange.rank
     collective = Dispatcher(CollectiveTransport(EXPERTS, exchange))
     fixed = Dispatcher(poisoned_fixed_size(exchange))
-    precisions = {"fp32": {}, "bf16": {"dtype": "bfloat16"}}
-    precisions["fp8"] = {"dtype": "bfloat16", "fp8": True}
-    runs = {name: (collective, options) for name, options in precisions.items()}
+    runs = {name: (collective, options) for name, options in PRECISIONS.items()}
     for name, again in (("fp32", "again"), ("fp8", "fp8 again")):
-        runs[again] = collective, precisions[name] | {"spelling": "strided"}
+        runs[again] = collective, PRECISIONS[name] | {"spelling": "strided"}
     if not framework.IS_PADDLE:
         for name, transport in deepep_transports().items():
             runs[name] = Dispatcher(transport), {"dtype": "bfloat16"}
@@ -88,7 +104,7 @@ def results(exchange, directory):
     found = {}
     for case, sources in cases(world).items():
         for name, dispatcher in {"fixed": fixed, **symmetric}.items():
-            runs[name] = dispatcher, precisions[precision_of(case)]
+            runs[name] = dispatcher, PRECISIONS[precision_of(case)]
         for name, (dispatcher, options) in runs.items():
             for key, array in run_layer(dispatcher, sources[rank], rank, **options).items():
                 found[f"{name}/{case}/{key}"] = array

@@ -263,7 +263,7 @@ def test_local_dispatch_moves_nothing():
     assert received.indices.dtype == torch.int64
     empty = dispatcher.dispatch(x[:0], ids[:0], weights[:0])
     assert empty.tokens_per_expert == [0] * EXPERTS and empty.x.shape[0] == 0
-    with pytest.raises(ShapeError, match=r"\(3, 32\).*delivered 12 rows"):
+    with pytest.raises(ShapeError, match=r"\(3, 256\).*delivered 12 rows"):
         dispatcher.combine(x[:3], received.handle)
 
 

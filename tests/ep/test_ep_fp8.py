@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ep_cases import EXPERTS, MATRICES, joined
-from ep_fp8 import BOTH, CASES, HIDDEN, PRECISION, sources
+from ep_cases import EXPERTS, FORMS, MATRICES, OF_FP8, PRECISIONS, cases, joined
 from ep_layer import Spy, local_experts, node_of, run_layer
 from framework import relative_rmse
 from kernels.needs import can_load_kernels
@@ -39,17 +38,19 @@ def world(request, world_results):
 
 
 WAYS = pytest.mark.parametrize(
-    ("form", "grads"), BOTH, ids=[f"x {form}, dout {grads}" for form, grads in BOTH]
+    ("form", "grads"), FORMS, ids=[f"x {form}, dout {grads}" for form, grads in FORMS]
 )
 
 
 @cache
 def one_process(case, form, grads):
-    return run_layer(LocalDispatcher(EXPERTS, form, grads), joined(sources(case)), **PRECISION)
+    return run_layer(
+        LocalDispatcher(EXPERTS, form, grads), joined(cases(2)[case]), **PRECISIONS["fp8"]
+    )
 
 
 @WAYS
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OF_FP8)
 def test_equals_one_process_and_unknown_counts_change_no_bit(world, case, form, grads):
     framework, results = world
     wanted = one_process(case, form, grads)
@@ -65,10 +66,10 @@ def test_equals_one_process_and_unknown_counts_change_no_bit(world, case, form, 
 
 
 @WAYS
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OF_FP8)
 def test_codes_and_scales_arrive_bit_for_bit(world, case, form, grads):
     framework, results = world
-    everything, local = joined(sources(case)), EXPERTS // 2
+    everything, local = joined(cases(2)[case]), EXPERTS // 2
     for values, one, prefix in ((everything.x, form, ""), (everything.dout, grads, "dout ")):
         if not one:
             continue
@@ -84,9 +85,9 @@ def test_codes_and_scales_arrive_bit_for_bit(world, case, form, grads):
 
 def test_a_gradient_that_was_sent_in_fp8_is_the_one_quantised_at_home():
     """Bit for bit what the node makes of the gradient that its own process has quantised."""
-    source = joined(sources("uneven"))
-    sent = run_layer(LocalDispatcher(EXPERTS, False, True), source, **PRECISION)
-    node = node_of(local_experts(0, EXPERTS, HIDDEN), fp8_mode="perf")
+    source = joined(cases(2)["uneven"])
+    sent = run_layer(LocalDispatcher(EXPERTS, False, True), source, **PRECISIONS["fp8"])
+    node = node_of(local_experts(0, EXPERTS), fp8_mode="perf")
     x = torch.tensor(source.x, requires_grad=True)
     probs = torch.tensor(source.weights, requires_grad=True)
     dout = torch.tensor(source.dout).to(torch.bfloat16)
@@ -137,7 +138,7 @@ class TestAGradientPastAutograd:
 
     def experts(self, received, source):
         """The output of a node that asks `source` for its gradient, and its weights."""
-        experts = local_experts(0, EXPERTS, HIDDEN)
+        experts = local_experts(0, EXPERTS)
         node, weights = node_of(experts), [e.up_gate_proj.weight for e in experts]
         given = received.tokens_per_expert, received.indices, received.probs
         return node(received.x.float(), *given, dout_source=source), weights
