@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from engine.moe_golden import make_problem
 from findings import found
-from framework import IS_PADDLE, parameter, tensor, torch
+from framework import IS_PADDLE, torch
+from node.node_harness import Layer
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.diagnostics.step_dump import Caller
-from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 if IS_PADDLE:
     import paddle
@@ -16,8 +17,8 @@ if IS_PADDLE:
 else:
     Module, ModuleList = torch.nn.Module, torch.nn.ModuleList
 
-T, H, I, E, K = 40, 32, 16, 4, 2
-MODES = pytest.mark.parametrize("mode", ["off", "perf"])
+PROBLEM = make_problem(empty=())
+I = PROBLEM.intermediate
 
 
 class Projection(Module):
@@ -33,66 +34,43 @@ class Expert(Module):
 
 
 class Block(Module):
-    """One layer of a model: a node over experts of its own, in one of the arrangements."""
+    """One layer of a model, which has the weights of a node in one of the arrangements."""
 
-    def __init__(self, arrangement, mode, broken=None):
+    def __init__(self, arrangement, mode, **changes):
         super().__init__()
-        up, down = arrays(arrangement, broken)
-        config = {"config": SonicMoEConfig(fp8_mode=mode)}
-        if arrangement == "per expert":
-            pairs = zip(map(parameter, up), map(parameter, down), strict=True)
+        config = SonicMoEConfig(fp8_mode=mode)
+        self.layer = Layer(PROBLEM.but(**changes), arrangement=arrangement, config=config)
+        if arrangement == "per_expert":
+            half = len(self.layer.weights) // 2
+            pairs = zip(self.layer.weights[:half], self.layer.weights[half:], strict=True)
             self.experts = ModuleList([Expert(*pair) for pair in pairs])
-            self.node = SonicMoEMlpNode(list(self.experts), E, H, I, **config)
-            return
-        self.weight1, self.weight2 = parameter(up), parameter(down)
-        make = getattr(SonicMoEMlpNode, f"from_{arrangement}")
-        self.node = make(self.weight1, self.weight2, **config)
-
-
-def arrays(arrangement, broken=None):
-    """Weights of an arrangement, with a NaN in the array and at the index that `broken` says."""
-    rng = np.random.default_rng(0)
-    shapes = ((E, 2 * I, H), (E, H, I)) if arrangement == "native" else ((E, H, 2 * I), (E, I, H))
-    found = [(rng.standard_normal(shape) * 0.2).astype(np.float32) for shape in shapes]
-    if broken is not None:
-        found[broken[0]][broken[1]] = np.nan
-    return found
-
-
-def model(*blocks):
-    whole = Module()
-    whole.layers = ModuleList(list(blocks))
-    return whole
-
-
-def train_step(node):
-    rng = np.random.default_rng(1)
-    x, dout = (rng.standard_normal((T, H)).astype(np.float32) for _ in range(2))
-    probs = rng.random((T, K)).astype(np.float32)
-    indices = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int64)
-    out = node(tensor(x, grad=True), None, tensor(indices), tensor(probs, grad=True))
-    (out * tensor(dout)).sum().backward()
-    node.step()
+        else:
+            self.weight1, self.weight2 = self.layer.weights
 
 
 # Up 3 is row 7 of native weights, which have gate and up in turns.
 BROKEN = [
-    ("per expert", 0, (2, 7, I + 3), "w1", "experts.2.up_gate_proj.weight at expert 2, row 7, column 7"),
-    ("per expert", 1, (2, 7, 3), "w2", "experts.2.down_proj.weight at expert 2, row 3, column 7"),
-    ("fused", 0, (2, 7, 3), "w1", "weight1 at expert 2, row 6, column 7"),
-    ("native", 1, (2, 7, 3), "w2", "weight2 at expert 2, row 7, column 3"),
+    ("per_expert", "up_gate", (2, 7, I + 3), "w1", "experts.2.up_gate_proj.weight at expert 2, row 7, column 7"),
+    ("per_expert", "down", (2, 7, 3), "w2", "experts.2.down_proj.weight at expert 2, row 3, column 7"),
+    ("fused", "up_gate", (2, 7, 3), "w1", "weight1 at expert 2, row 6, column 7"),
+    ("native", "down", (2, 3, 7), "w2", "weight2 at expert 2, row 7, column 3"),
 ]  # fmt: skip
 
 
-@MODES
-@pytest.mark.parametrize(("arrangement", "which", "index", "stage", "named"), BROKEN)
-def test_a_weight_is_named_as_the_model_has_it(arrangement, which, index, stage, named, mode):
-    whole = model(Block(arrangement, mode), Block(arrangement, mode, (which, index)))
-    train_step(whole.layers[0].node)
-    error = found(lambda: train_step(whole.layers[1].node))
+@pytest.mark.parametrize("mode", ["off", "perf"])
+@pytest.mark.parametrize(("arrangement", "which", "place", "stage", "named"), BROKEN)
+def test_a_weight_is_named_as_the_model_has_it(arrangement, which, place, stage, named, mode):
+    array = np.array(getattr(PROBLEM, which))
+    array[place] = np.nan
+    model = Module()
+    model.layers = ModuleList(
+        [Block(arrangement, mode), Block(arrangement, mode, **{which: array})]
+    )
+    model.layers[0].layer.step()
+    error = found(model.layers[1].layer.step)
     text = f"first bad: input {stage} = layers.1.{named}: nan; 1 NaN"
     assert str(error).splitlines()[1].startswith(text)
-    layer = "layers.1" + (".experts" if arrangement == "per expert" else "")
+    layer = "layers.1" + (".experts" if arrangement == "per_expert" else "")
     assert error.report.layer == layer and f"output of {layer} is not finite" in str(error)
 
 
