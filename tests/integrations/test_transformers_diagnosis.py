@@ -111,30 +111,6 @@ def test_an_adapter_is_named_in_place_of_the_sound_base_weight():
     assert str(found(lambda: step(model))).endswith(f"parameters that are not finite: {name}")
 
 
-@pytest.fixture
-def one_rank_mesh():
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-@IMPLEMENTATIONS
-def test_of_a_distributed_weight_it_is_this_ranks_part(implementation, one_rank_mesh):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    model = build(FAMILIES["qwen3-moe"](2), implementation)
-    experts = model.model.layers[1].mlp.experts
-    spoil(experts.gate_up_proj, 5, 60, 3)
-    whole = distribute_tensor(experts.gate_up_proj.detach(), one_rank_mesh, [Shard(0)])
-    experts.gate_up_proj = torch.nn.Parameter(whole)
-    error = found(lambda: step(model))
-    named = "model.layers.1.mlp.experts.gate_up_proj.to_local() at expert 5, row "
-    assert f"first bad: input w1 = {named}" in str(error)
-    assert error.report.layer == "model.layers.1.mlp.experts"
-
-
 @BY_TURNS
 def test_a_healthy_model_passes_and_its_calls_run_again(family, implementation, tmp_path):
     model = build(FAMILIES[family](2), implementation)

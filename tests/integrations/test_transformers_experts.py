@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from findings import found, spoil
 from integrations.experts_walk import TOKENS, batch, small_experts
 from integrations.hf_models import IMPLEMENTATIONS, errors, relative_rmse, run_experts
 from torch import nn
@@ -60,6 +61,15 @@ def test_in_place_changes_of_dtensors_are_seen(distributed, implementation, trai
         with torch.set_grad_enabled(training):
             outputs.append(distributed(x, ids, weights).detach())
     assert relative_rmse(outputs[1], -1.5 * outputs[0]) < 0.02
+
+
+@IMPLEMENTATIONS
+def test_a_nan_is_found_in_this_ranks_part(distributed, implementation):
+    spoil(distributed.gate_up_proj.to_local(), 3, 60, 3)
+    model = nn.ModuleList([distributed])
+    error = found(lambda: run_experts(distributed, implementation, *batch()))
+    assert "first bad: input w1 = 0.gate_up_proj.to_local() at expert 3, row " in str(error)
+    assert error.report.layer == "0" and len(model) == 1
 
 
 def test_other_numbers_of_tokens_make_no_more_graphs_than_transformers_own():

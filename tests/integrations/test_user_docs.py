@@ -8,8 +8,8 @@ from pathlib import Path
 
 import processes
 import pytest
+from processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"pytorch": "torch", "transformers": "transformers", "migrating": "torch"}
 ONE_RANK = {
     "RANK": "0",
