@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import tomllib
-from pathlib import Path
 
 import pytest
+from processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 

@@ -26,30 +26,23 @@ def ranks(tmp_path_factory):
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def close(found, wanted, tolerance):
-    for one, other in zip(found, wanted, strict=True):
-        assert one == pytest.approx(other, rel=tolerance)
+STOCK = "alltoall stock"
+WAYS = {
+    **{f"{name} ours": (f"{name} stock", 1e-5) for name in ("alltoall", "allgather", "flex")},
+    **dict.fromkeys(("autograd", "late", "late flex", "late sorted"), (STOCK, 1e-5)),
+    **dict.fromkeys(("fp8", "late fp8"), (STOCK, 0.02)),
+}
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
-def test_losses_and_gradients_are_those_of_stock_experts(ranks, dispatcher):
-    for results in ranks:
-        close(results[f"{dispatcher} ours"], results[f"{dispatcher} stock"], 1e-5)
-
-
-OTHER_WAYS = [
-    ("autograd", 1e-5), ("late", 1e-5), ("late flex", 1e-5), ("late sorted", 1e-5), ("fp8", 0.02),
-    ("late fp8", 0.02),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "tolerance"), OTHER_WAYS)
-def test_other_ways_of_gradients_and_fp8_train_alike(ranks, name, tolerance):
+@pytest.mark.parametrize("name", WAYS)
+def test_losses_and_gradients_are_those_of_stock_experts(ranks, name):
     """`autograd`: without gradient_accumulation_fusion. `late`: with delay_wgrad_compute in the schedule
     of overlap_moe_expert_parallel_comm, over each dispatcher.
     """
+    stock, tolerance = WAYS[name]
     for results in ranks:
-        close(results[name], results["alltoall stock"], tolerance)
+        for found, wanted in zip(results[name], results[stock], strict=True):
+            assert found == pytest.approx(wanted, rel=tolerance)
         assert "fp8" not in name or results[name] != results["alltoall ours"]
 
 
