@@ -6,11 +6,13 @@ do not survive a fork, and a world of ranks that were forked so hangs now and th
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -41,3 +43,13 @@ def of_checkout(*arguments: object, **variables: str) -> subprocess.CompletedPro
     path = os.pathsep.join((str(ROOT), str(TESTS)))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     return run(arguments, env, ROOT, timeout=600)
+
+
+def program(name: str) -> ModuleType:
+    """A script of tools/ as a module of this process, where dataclasses find it."""
+    path = ROOT / "tools" / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import processes
 import pytest
+from processes import ROOT
 
 from sonicmoe.cli.main import COMMANDS, module_of
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sonicmoe"
 FRAMEWORKS = {"torch", "paddle"}
 

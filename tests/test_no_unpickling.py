@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SEARCHED = ("sonicmoe", "ernie_compat", "benchmarks", "examples", "tools")
 # Modules that unpickle in every reading function that they have.
 MODULES = {

@@ -14,13 +14,13 @@ from pathlib import Path
 import processes
 import pytest
 import readme_chart
+from processes import ROOT
 from worlds import environment
 
 from sonicmoe.architectures import arch_name
 from sonicmoe.cli.main import COMMANDS
 from sonicmoe.engine.capabilities import BF16, HOPPER, HOST, RECORDS, problem
 
-ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 INSTALL = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")

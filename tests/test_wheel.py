@@ -4,23 +4,21 @@ with. Installed, it loads them where no compiler is, and names what it does not 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import processes
 import pytest
+from processes import ROOT
 
 from sonicmoe.enums import ActivationType
 from sonicmoe.jit import CompileCache
 from sonicmoe.jit.toolchain import find_toolkit
 from sonicmoe.kernels import routing_metadata_source
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("sonicmoe", "ernie_compat")
 KERNEL = "routing_metadata"
 CARRIED = Path("sonicmoe") / "carried"
@@ -97,11 +95,7 @@ def test_what_a_user_runs_is_installed(installed: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_wheel", ROOT / "tools" / "build_wheel.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["build_wheel"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return processes.program("build_wheel.py")
 
 
 def test_the_page_counts_what_is_inside(tool: ModuleType) -> None:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
+from processes import ROOT, program
 
 from sonicmoe.bench.figures import Result, Spread
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools" / "ci"
+TOOLS = ROOT / "tools" / "ci"
 
 
 @pytest.fixture(scope="module")
 def core():
     """tools/ci/core_tests.py as a module, with its phases."""
-    spec = importlib.util.spec_from_file_location("core_tests", TOOLS / "core_tests.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return program("ci/core_tests.py")
 
 
 @pytest.mark.parametrize(

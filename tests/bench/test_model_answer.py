@@ -5,11 +5,11 @@ and the sentence at the end.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from framework import torch
+from processes import ROOT
 
 from sonicmoe.bench import contest as contest_module
 from sonicmoe.bench.answer import Answer, Way, workload_of
@@ -23,7 +23,6 @@ from sonicmoe.bench.workload import Batch
 from sonicmoe.cli.main import main
 from sonicmoe.errors import ConfigError, ShapeError
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = Shape(24, 64, 64, 4, 2)
 
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from pathlib import Path
 
 import processes
 import pytest
+from processes import ROOT
 
 from sonicmoe.jit.toolchain import find_toolkit
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
     pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi"),

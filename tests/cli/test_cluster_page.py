@@ -5,10 +5,10 @@ records is so.
 import json
 import re
 import shlex
-from pathlib import Path
 
 from click.testing import CliRunner
 from fake_jobs import FakeJob
+from processes import ROOT
 from racers import Field
 
 from sonicmoe.cli.main import main
@@ -16,7 +16,6 @@ from sonicmoe.config import FLAGS_BY_ENV, reload_environment
 from sonicmoe.diagnostics.doctor import warmed_models
 from sonicmoe.engine import compile_plan
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 

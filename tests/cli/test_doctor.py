@@ -8,13 +8,13 @@ import re
 import sys
 import time
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import numpy as np
 import processes
 import pytest
 from click.testing import CliRunner
 from fake_jobs import FakeJob
+from processes import ROOT
 from racer import make_key
 
 import sonicmoe
@@ -38,7 +38,6 @@ from sonicmoe.host import install_hint
 from sonicmoe.jit.cache import default_cache
 from sonicmoe.jit.errors import CompileError
 
-ROOT = Path(__file__).resolve().parents[2]
 TENSORS = ["out", "dx", "dprobs", "dw1", "dw2"]
 pytestmark = pytest.mark.usefixtures("in_empty_cache")
 CACHES = ("SONIC_MOE_CACHE_DIR", "SONIC_MOE_LOCAL_CACHE_DIR")

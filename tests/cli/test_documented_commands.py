@@ -2,11 +2,11 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import click
 import numerics_report
 import pytest
+from processes import ROOT
 
 from sonicmoe.cli.bench import bench, chosen_shapes
 from sonicmoe.cli.main import COMMANDS, main
@@ -16,7 +16,6 @@ from sonicmoe.engine.compile_plan import warm_up_plan
 from sonicmoe.jit.cuda_source import CudaSource
 from sonicmoe.jit.plan import PRECISIONS, ModelSpec
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     "README.md", "CONTRIBUTING.md", "ernie_compat/README.md",
     *(f"docs/{name}.md" for name in (

@@ -7,13 +7,12 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from processes import ROOT
 
 import sonicmoe
 from sonicmoe.cli import main as main_module
 from sonicmoe.cli.main import COMMANDS, main
 from sonicmoe.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(*arguments):

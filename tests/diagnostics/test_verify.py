@@ -14,6 +14,7 @@ import processes
 import pytest
 from click.testing import CliRunner
 from diagnostics.planted_experts import FAULTS, plain, through_transformers
+from processes import ROOT
 
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.cases import CaseSizes
@@ -21,7 +22,6 @@ from sonicmoe.diagnostics.experts_under_test import ExpertsUnderTest, load
 from sonicmoe.diagnostics.verify import CHECKS, FAILED, NOT_RUN, PASSED, verify
 from sonicmoe.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "experts_to_verify.py"
 SMALL = CaseSizes(tokens=260, hidden=32, intermediate=16, experts=4, topk=2)
 FACES = {
