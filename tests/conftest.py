@@ -93,9 +93,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node keeps what is prepared of the weights, as on a GPU; on a host every forward prepares."""
     from sonicmoe.layer import bound
-    from sonicmoe.weights import lent
+    from sonicmoe.weights import cache
 
-    for module in (bound, lent):
+    for module in (bound, cache):
         monkeypatch.setattr(module, "is_cuda", lambda _tensor: True)
 
 

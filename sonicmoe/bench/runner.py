@@ -15,7 +15,7 @@ from ..architectures import describe
 from ..errors import SonicMoEError
 from ..jit.key import package_versions
 from ..node.mlp_node import SonicMoEMlpNode
-from ..routing.backends import arch_of
+from ..routing.backends import arch_of, find_device
 from .figures import Result, Spread, Sustained
 from .floors import PEAKS_OF
 from .shapes import Shape
@@ -52,11 +52,6 @@ class NodeRun:
 
     def steps(self, layers: int) -> Stack:
         return Stack(self.node, self.batches, layers)
-
-
-def find_device() -> str:
-    """ "cuda:0" where PyTorch sees a GPU, else "cpu"."""
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def measure(shape: Shape, variants: Sequence[Variant], sustained_s: float = 0.0) -> list[Result]:

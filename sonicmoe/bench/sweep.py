@@ -17,8 +17,9 @@ import torch
 
 from ..errors import SonicMoEError, writing
 from ..node.mlp_node import SonicMoEMlpNode
+from ..routing.backends import find_device
 from .points import Point, cut_line, read_points
-from .runner import find_device, machine
+from .runner import machine
 from .shapes import Shape
 from .timing import profile_steps, time_steps
 from .workload import Layer, Stack, Variant, rotating_batches

@@ -118,8 +118,9 @@ def bench(
         refuse_beside("--sweep", ("sweep", "plot", "as_json", "engines"))
     load_framework("torch")
     # After `load_framework`: the modules that measure import it.
-    from ..bench.runner import find_device, measure
+    from ..bench.runner import measure
     from ..bench.workload import Variant, available_variants
+    from ..routing.backends import find_device
 
     device = find_device()
     variants = [Variant.parse(text) for text in engines] or available_variants(device)
@@ -193,7 +194,7 @@ def asked_shape(model: str | None, tokens: int | None, sizes: dict[str, int | No
 def answer(shape: Shape, as_json: bool) -> None:
     """What this GPU says of a layer, or the cost model where there is none; last one sentence."""
     load_framework("torch")
-    from ..bench.runner import find_device
+    from ..routing.backends import find_device
 
     device = find_device()
     if device == "cpu":
@@ -241,8 +242,8 @@ def report(results: list[Result], as_json: bool) -> None:
 
 def run_sweep(path: Path, variant: Variant, as_json: bool) -> None:
     """Measure the points that `path` lacks."""
-    from ..bench.runner import find_device
     from ..bench.sweep import grid, sweep
+    from ..routing.backends import find_device
 
     with Activity("sweep") as doing:
         count = sweep(path, grid(find_device()), variant, doing.begin)

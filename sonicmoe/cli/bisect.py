@@ -54,7 +54,7 @@ def bisect(
     # After `load_framework`: this import binds the package to a framework.
     from ..diagnostics import bisect as tool
     from ..diagnostics.bisect_report import stage_table, verdict
-    from ..diagnostics.doctor_engine import find_device
+    from ..routing.backends import find_device
 
     with Activity("bisect"):
         report = tool.bisect(step, engine or step.settings.engine, find_device())

@@ -76,8 +76,8 @@ def verify(
     load_framework("torch")
     # After `load_framework`: these imports bind the package to it.
     from ..diagnostics import verify as tool
-    from ..diagnostics.doctor_engine import find_device
     from ..diagnostics.experts_under_test import ExpertsUnderTest, load
+    from ..routing.backends import find_device
 
     for asked in check:
         if asked not in tool.CHECKS:

@@ -30,7 +30,7 @@ from ..jit.cache import default_cache
 from ..jit.errors import CompileError
 from ..jit.guard import no_compile
 from ..jit.plan import CompileJob
-from ..routing.backends import arch_of
+from ..routing.backends import arch_of, find_device
 from .capture import to_numpy
 from .doctor import COMPILE_COMMAND, PRECISIONS, Progress, Report
 from .golden_stages import TENSORS, golden_tensors
@@ -44,11 +44,6 @@ _ASK_FOR_IT = f"run `{COMPILE_COMMAND}`"
 # Least cosine, most relative RMSE. The worst of all recipes and z codes is 8.0 % (dprobs, e4m3 z);
 # BF16 rounding leaves 0.3 %.
 LIMITS = {"fp8": (0.995, 0.10), "bf16": (0.9999, 0.01)}
-
-
-def find_device() -> str:
-    """The first GPU that the loaded framework sees, "cuda:0", else "cpu"."""
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def described(device: str) -> dict[str, str | None]:

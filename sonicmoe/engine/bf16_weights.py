@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import is_, or_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from ..enums import ActivationType
 from ..interop import aligned, data_ptr
 from ..layouts import GateUp, StackedWeights, WeightLayout, stack
 from ..weight_source import StackedMatrices, WeightSource
-from .border import check_weights
+from .border import check_shapes
 from .expert_matrices import ExpertMatrices, may_stay_apart, tensors_of
 from .interface import EngineWeights
 from .settings import EngineSettings
@@ -47,8 +47,11 @@ def weights_in_place(source: WeightSource, activation: ActivationType) -> Engine
         w1 = _both_halves(w1, _stacked(source.up_half, source.compute_dtype))
         layout = replace(layout, apart=isinstance(w1, GateUp))
     b1, b2 = map(_fp32, (source.b1, source.b2))
-    shapes = tuple([None if t is None else tuple(t.shape) for t in (w1, w2, b1, b2)])
-    _check_shapes(shapes, source.layout.transposed, activation)
+    shapes = [tuple(each.shape) for each in (w1, w2)]
+    if layout.transposed:
+        shapes = [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes]
+    biases = (None if bias is None else tuple(bias.shape) for bias in (b1, b2))
+    check_shapes(*shapes, *biases, activation)
     return EngineWeights(w1, w2, w1, w2, b1, b2, layout=layout)
 
 
@@ -71,28 +74,6 @@ def are_lent(weights: EngineWeights, source: WeightSource) -> bool:
 
 def _fp32(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else aligned(bias.to(torch.float32))
-
-
-class _Shaped(NamedTuple):
-    """All that `check_weights` looks at."""
-
-    shape: tuple[int, ...]
-
-
-# A node asks again after every write. Of shapes that fit, the answer is kept.
-@functools.lru_cache(maxsize=256)
-def _check_shapes(
-    shapes: tuple[tuple[int, ...] | None, ...], transposed: bool, activation: ActivationType
-) -> None:
-    """Refuse w1, w2, b1 and b2 of shapes that do not fit together. The kernels would take a bias of
-    another shape that has as many elements.
-    """
-    w1, w2, *biases = shapes
-    assert w1 is not None and w2 is not None
-    native = [(*s[:-2], s[-1], s[-2]) if transposed else s for s in (w1, w2)]
-    given: list[Any] = [None if s is None else _Shaped(s) for s in (*native, *biases)]
-    up, down, b1, b2 = given
-    check_weights(up, down, b1, b2, activation)
 
 
 def _stay_apart(source: WeightSource) -> bool:

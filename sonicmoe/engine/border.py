@@ -6,6 +6,7 @@ Legend: E experts, H hidden, I intermediate, N1 = 2I (gated) or I.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,42 +26,44 @@ from .settings import EngineSettings
 from .tokens import TOKEN_DTYPES, PendingWgrad, Saved, Tokens, token_format
 
 Tensor = torch.Tensor
+Shape = tuple[int, ...]
 
 
 def check_weights(
     w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, activation: ActivationType
 ) -> None:
-    """Check native weights and biases against each other; ShapeError names the one that is wrong."""
-    need_shape(len(w1.shape) == 3, "w1", w1, "[E, N1, H]")
-    need_shape(len(w2.shape) == 3, "w2", w2, "[E, H, I]")
+    """`check_shapes` of tensors."""
+    given = (None if each is None else tuple(map(int, each.shape)) for each in (w1, w2, b1, b2))
+    check_shapes(*given, activation)  # type: ignore[arg-type]
+
+
+# A node asks again after every write. Of shapes that fit, the answer is kept.
+@functools.lru_cache(maxsize=256)
+def check_shapes(
+    w1: Shape, w2: Shape, b1: Shape | None, b2: Shape | None, activation: ActivationType
+) -> None:
+    """Check the shapes of native weights and biases against each other; ShapeError names the one that is
+    wrong. Kernels would take a bias of another shape that has as many elements.
+    """
+    for name, shape, needed in (("w1", w1, "[E, N1, H]"), ("w2", w2, "[E, H, I]")):
+        expect(len(shape) == 3, ShapeError, f"{name} has shape {shape}; needed: {needed}")
     # Before the comparisons below, which would blame one of two wrong weights.
     _refuse_transposed(w1, w2, activation)
-    experts, n1, hidden = (int(size) for size in w1.shape)
-    wanted = (experts, hidden, int(w2.shape[2]))
-    words = f"w2 has shape {tuple(w2.shape)}; w1 {tuple(w1.shape)} needs [E, H, I] = {wanted}"
-    expect(tuple(w2.shape) == wanted, ShapeError, words)
-    check_width(n1, wanted[2], activation)
-    check_biases(b1, b2, experts, n1, hidden)
-
-
-def check_biases(b1: Tensor | None, b2: Tensor | None, experts: int, n1: int, hidden: int) -> None:
-    """Refuse one bias without the other, and shapes other than `[E, N1]` and `[E, H]`."""
-    expect((b1 is None) == (b2 is None), ShapeError, "b1 and b2 must be given both or neither")
-    for name, bias, width in (("b1", b1, n1), ("b2", b2, hidden)):
-        if bias is not None:
-            need_shape(tuple(bias.shape) == (experts, width), name, bias, (experts, width))
-
-
-def check_width(n1: int, inner: int, activation: ActivationType) -> None:
-    """Refuse an up-projection of another width than the activation makes I of."""
+    experts, n1, hidden = w1
+    inner = w2[2]
+    wanted = (experts, hidden, inner)
+    expect(w2 == wanted, ShapeError, f"w2 has shape {w2}; w1 {w1} needs [E, H, I] = {wanted}")
     width = pre_activation_width(inner, activation)
     words = f"w1 has {n1} rows per expert; {activation.value} with I={inner} needs {width}"
     expect(n1 == width, ShapeError, words)
+    expect((b1 is None) == (b2 is None), ShapeError, "b1 and b2 must be given both or neither")
+    for name, bias, size in (("b1", b1, (experts, n1)), ("b2", b2, (experts, hidden))):
+        fits = bias is None or bias == size
+        expect(fits, ShapeError, f"{name} has shape {bias}; needed: {size}")
 
 
-def _refuse_transposed(w1: Tensor, w2: Tensor, activation: ActivationType) -> None:
+def _refuse_transposed(up: Shape, down: Shape, activation: ActivationType) -> None:
     """Raise where w1, w2 or both fit once their last two axes change places."""
-    up, down = tuple(map(int, w1.shape)), tuple(map(int, w2.shape))
     turned_up, turned_down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
     if _fit(up, down, activation):
         return
@@ -77,7 +80,7 @@ def _refuse_transposed(w1: Tensor, w2: Tensor, activation: ActivationType) -> No
             )
 
 
-def _fit(up: tuple[int, ...], down: tuple[int, ...], activation: ActivationType) -> bool:
+def _fit(up: Shape, down: Shape, activation: ActivationType) -> bool:
     experts, hidden, inner = down
     return up == (experts, pre_activation_width(inner, activation), hidden)
 

@@ -8,12 +8,11 @@ from abc import abstractmethod
 
 import torch
 
-from ..errors import ConfigError
 from ..interop import plain_ops
 from ..observe import stage, staged
 from ..quant.gpu import QuantizedWeights
 from ..weight_source import WeightSource
-from .border import check_biases, check_weights, check_width
+from .border import check_shapes, check_weights
 from .capabilities import require
 from .interface import Engine, EngineWeights
 from .settings import EngineSettings, Workload
@@ -80,14 +79,11 @@ class QuantisedEngine(Engine):
         return self.refresh(WeightSource.stacked(w1, w2, b1, b2), settings)
 
     def _check_computable(self, source: WeightSource, settings: EngineSettings) -> None:
-        sizes, recipe = (source.hidden_size, source.intermediate_size), settings.recipe
+        experts, sizes = len(source.up), (source.hidden_size, source.intermediate_size)
         require(self.record, Workload(settings, *sizes, bias=source.b1 is not None))
-        if settings.iso_weight and recipe and not recipe.shares_weight_buffers:
-            raise ConfigError(
-                f"iso_weight keeps one copy of a weight, and recipe {recipe.name!r} needs two"
-            )
-        check_width(source.n1, source.intermediate_size, settings.activation)
-        check_biases(source.b1, source.b2, len(source.up), source.n1, source.hidden_size)
+        shapes = (experts, source.n1, source.hidden_size), (experts, *sizes)
+        biases = (None if b is None else tuple(b.shape) for b in (source.b1, source.b2))
+        check_shapes(*shapes, *biases, settings.activation)
 
 
 def _native_biases(

@@ -45,7 +45,7 @@ class FleetLayer:
         self.parameters = PairParameters(weight1, weight2, hidden)
         self.state = LayerState(self.parameters, FlushMode.AUTO)
         self.state.offers, self.state.face = current_offer, FLEET
-        (self.experts, _, _), _ = self.parameters.native_shapes()
+        (self.experts, _, _), _ = self.parameters.native_shapes
         self._nodes: dict[tuple[Any, ...], SonicMoEMlpNode] = {}
         self._references: tuple[Any, ...] = ()
 

@@ -351,7 +351,7 @@ class GradientSink:
         return GradientBatch(parameters, trained, targets, is_direct=True, fresh=fresh)
 
     def _native_zeros(self, dout: Tensor) -> GradientTargets:
-        (experts, n1, hidden), (_, _, inner) = self._layer.native_shapes()
+        (experts, n1, hidden), (_, _, inner) = self._layer.native_shapes
         bias = self._layer.has_biases
         return GradientTargets.zeros(experts, n1, hidden, inner, bias, dout.device)
 

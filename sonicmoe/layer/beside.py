@@ -41,7 +41,7 @@ class Beside:
         self.inputs = tuple([tensor for _, tensor in self.borrowed.named])
         self._biases: tuple[Tensor, ...] = ()
         if biases is not None:
-            (experts, n1, hidden), _ = layer.native_shapes()
+            (experts, n1, hidden), _ = layer.native_shapes
             for name, bias, width in zip(("b1", "b2"), biases, (n1, hidden), strict=True):
                 require_framework_tensor(bias, name)
                 need_shape(tuple(bias.shape) == (experts, width), name, bias, (experts, width))

@@ -28,10 +28,9 @@ from ..interop import (
     is_recomputed,
 )
 from ..out_of_memory import advising, raise_with_advice
-from ..weights.cache import Binding, PreparedWeights, Reading
+from ..weights.cache import Binding, PreparedWeights, Reading, lent_by
 from ..weights.changes import Traces, announce_change, change_watchers, traces_of
 from ..weights.copies import WeightCopies
-from ..weights.lent import lent_by
 from ..weights.parameters import ExpertParameters, check_memory
 from .plan import OwnPlan, Plan
 

@@ -238,7 +238,7 @@ def _is_long(routing: RoutingMetadata, layer: ExpertParameters) -> bool:
     is taken: a sixteenth of dw2 or more in FP8, an eighth in BF16. A smaller dz saves little memory, and
     taking dw2's memory late costs the host time.
     """
-    hidden = layer.native_shapes()[0][2]
+    hidden = layer.native_shapes[0][2]
     return 16 * routing.num_rows >= routing.num_experts * hidden
 
 

@@ -50,7 +50,7 @@ class LayerState:
         )
         self.idle_grads = idle_grads
         self.parameters = parameters
-        (experts, _, hidden), (_, _, inner) = parameters.native_shapes()
+        (experts, _, hidden), (_, _, inner) = parameters.native_shapes
         self.sizes = experts, hidden, inner
         self.bound = BoundLayer(parameters)
         self.gradients = GradientSink(parameters, way)

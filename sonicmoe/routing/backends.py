@@ -300,6 +300,11 @@ def plain_kernels(reason: str) -> RoutingKernels:
     return PlainKernels()
 
 
+def find_device() -> str:
+    """ "cuda:0" where the framework sees a GPU, else "cpu"."""
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
 def index_of_gpu(device: str) -> int:
     """ "cuda:1" -> 1, "cuda" -> 0."""
     return int(device.partition(":")[2] or 0)

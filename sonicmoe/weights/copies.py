@@ -83,18 +83,6 @@ class WeightCopies:
         return not self.weights.two_orders
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales that they hold now."""
-        held = self.weights
-        pairs = [held.w1, held.w2] if held.two_orders else []
-        # Forward's pair is None once it was released; one buffer for both counts once.
-        return sum(
-            q.nbytes
-            for q in (*pairs, held.w1_dgrad, held.w2_dgrad)
-            if isinstance(q, BlockScaledTensor)
-        )
-
-    @property
     def is_released(self) -> bool:
         """Whether only backward's order is left."""
         return self.weights.w1 is None

@@ -35,6 +35,7 @@ from ..refusals import need_dtype, need_shape
 from ..weight_source import WeightSource
 
 Tensor = torch.Tensor
+Matrices = tuple[int, int, int]
 
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -48,7 +49,10 @@ class ExpertParameters(ABC):
     are_separate: whether each expert has weights of its own.
     keeps_its_layout: whether no parameter changes its layout in place.
     is_passed: whether the parameters are records of what one call was given.
+    native_shapes: of `native()`.
     """
+
+    native_shapes: tuple[Matrices, Matrices]
 
     has_biases = False
     is_passed = False
@@ -74,10 +78,6 @@ class ExpertParameters(ABC):
     @abstractmethod
     def name_of(self, index: int) -> str:
         """What the caller calls the parameter at this place, for messages."""
-
-    @abstractmethod
-    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Shapes of `native()` without making it."""
 
     @abstractmethod
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
@@ -158,14 +158,10 @@ class SeparateParameters(ExpertParameters):
         super().__init__(activation)
         width = pre_activation_width(intermediate_size, activation)
         self._count, hidden = int(num_experts), int(hidden_size)
-        self._native_shapes = (
+        self.native_shapes = (
             (self._count, width, hidden),
             (self._count, hidden, int(intermediate_size)),
         )
-
-    def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """The shapes of the constructor, which has checked the weights against them. Every backward asks."""
-        return self._native_shapes
 
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
         # A tuple, because `WeightSource.anchor` recognises one faster than it recognises a class.
@@ -199,7 +195,7 @@ class PerExpertParameters(SeparateParameters):
         activation: ActivationType,
     ) -> None:
         super().__init__(activation, num_experts, hidden_size, intermediate_size)
-        _, width, _ = self._native_shapes[0]
+        _, width, _ = self.native_shapes[0]
         self._shapes = ((hidden_size, width), (intermediate_size, hidden_size))
         self._given = experts
         self._seen = list(experts)
@@ -303,7 +299,7 @@ class NumberedParameters(SeparateParameters):
         return super().source(self._seen)
 
     def _check(self, weights: Sequence[Tensor]) -> None:
-        (_, *up), (_, *down) = self._native_shapes
+        (_, *up), (_, *down) = self.native_shapes
         first = "[2I, H]" if is_glu(self.activation) else "[I, H]"
         for index, weight in enumerate(weights):
             shape, legend = (up, first) if index < self._count else (down, "[H, I]")

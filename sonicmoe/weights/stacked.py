@@ -31,13 +31,12 @@ from ..interop import require_framework_tensor
 from ..layouts import NATIVE, WeightLayout
 from ..refusals import need_shape
 from ..weight_source import WeightSource
-from .parameters import ExpertParameters, check_parameter
+from .parameters import ExpertParameters, Matrices, check_parameter
 
 Tensor = torch.Tensor
 
 StackedWeight = Tensor | tuple[Any, str]
 Shape = tuple[int, ...]
-Matrices = tuple[int, int, int]
 
 GROUPED = WeightLayout(transposed=True, split_half=True)
 # Of gated weights, by whether they are transposed.
@@ -64,17 +63,11 @@ class StackedParameters(ExpertParameters):
     second), it is the layout of the weight.
     """
 
-    _native_shapes: tuple[Matrices, Matrices]
-
     def _keep_sizes(self, up: Shape, down: Shape) -> None:
         """Keep the sizes of the first weights in `layout`; other sizes are refused later."""
         if self.layout.transposed:
             up, down = _turned(up), _turned(down)
-        self._native_shapes = up, down  # type: ignore[assignment]
-
-    def native_shapes(self) -> tuple[Matrices, Matrices]:
-        """Kept, because every backward asks several times."""
-        return self._native_shapes
+        self.native_shapes = up, down  # type: ignore[assignment]
 
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
         """Views of each expert's matrices."""
@@ -96,7 +89,7 @@ class StackedParameters(ExpertParameters):
 
     def shape_in(self, layout: WeightLayout, index: int) -> tuple[int, ...]:
         """The shape of the first or of the second weight in that layout."""
-        experts, rows, columns = self._native_shapes[index]
+        experts, rows, columns = self.native_shapes[index]
         if layout.apart and index == 0:
             return 2, experts, rows // 2, columns
         return (experts, columns, rows) if layout.transposed else (experts, rows, columns)
@@ -133,7 +126,7 @@ class StackedParameters(ExpertParameters):
         layouts = self.layout, self.layout
         if mode is not GradientMode.FRESH:
             layouts = self.gradient_layout(0, first), self.gradient_layout(1, second)
-        experts = self._native_shapes[0][0]
+        experts = self.native_shapes[0][0]
         up = GradientPlaces.stacked(first, experts, layouts[0])
         down = GradientPlaces.stacked(second, experts, layouts[1])
         return GradientTargets(up, down, mode, (biases[0], biases[1]) if biases else None)
@@ -268,7 +261,7 @@ class PairParameters(StackedParameters):
         # Nobody announces a conversion. Its shapes show it, at the next look.
         shapes = tuple(weight1.shape), tuple(weight2.shape)
         if shapes != self._shapes:
-            layout = layout_of_pair(*shapes, self._native_shapes[0][2])
+            layout = layout_of_pair(*shapes, self.native_shapes[0][2])
             self._check(weight1, weight2, layout)
             self.layout, self._shapes = layout, shapes
         return [weight1, weight2]
@@ -301,7 +294,7 @@ class PassedParameters(StackedParameters):
     ) -> None:
         """`dtypes`: of w1, w2, b1, b2; None where there is no bias."""
         super().__init__(activation)
-        self.layout, self._native_shapes = layout, native_shapes
+        self.layout, self.native_shapes = layout, native_shapes
         self.has_biases = dtypes[2] is not None
         (experts, n1, hidden), _ = native_shapes
         of_biases = (experts, n1), (experts, hidden)

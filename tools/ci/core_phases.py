@@ -23,7 +23,7 @@ import torch
 from numerics_cases import DATA_KINDS, make_case
 
 from sonicmoe.bench.cost_model import TILE_ROWS
-from sonicmoe.bench.runner import find_device, measure
+from sonicmoe.bench.runner import measure
 from sonicmoe.bench.shapes import SHAPES, Shape
 from sonicmoe.bench.timing import MIB, Memory, measure_memory
 from sonicmoe.bench.workload import Batch, Layer, NodeCall, Variant, available_variants
@@ -36,6 +36,7 @@ from sonicmoe.quant.format import Code
 from sonicmoe.quant.gpu import quantize_rows
 from sonicmoe.quant.recipes import RECIPES, ScaleFormat, iso, rows
 from sonicmoe.quant.reference import quantize
+from sonicmoe.routing.backends import find_device
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
