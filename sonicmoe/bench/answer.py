@@ -88,7 +88,6 @@ class Answer:
         return [*refused, *self.notes, self.advice]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with the advice."""
         return {**asdict(self), "advice": self.advice}
 
 

@@ -72,7 +72,6 @@ class Entrant:
     weights: tuple[Tensor, Tensor]
 
     def clear(self) -> None:
-        """Drop all gradients."""
         for tensor in (self.batch.x, self.batch.probs, *self.weights):
             tensor.grad = None
 

@@ -22,7 +22,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
         median = statistics.median(values)
         if len(values) == 1:
             return cls(median, 0.0, 1)

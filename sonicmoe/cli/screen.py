@@ -131,11 +131,9 @@ class Activity:
         self._stage = replace(self._stage, detail=detail)
 
     def advance(self) -> None:
-        """One more is done."""
         self._stage = replace(self._stage, done=self._stage.done + 1)
 
     def say(self, line: str) -> None:
-        """Print a line at once."""
         self.console.print(line)
 
     def __enter__(self) -> Activity:

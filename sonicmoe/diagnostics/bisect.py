@@ -148,7 +148,7 @@ def bisect(step: StepDump, engine: str, device: str = "cpu") -> BisectReport:
     """
     # Rows are compared one by one, so every side must lay them out alike. The layout comes from a
     # plain loop and not from the routing kernels, which may be what is wrong.
-    layout = RowLayout.of(step, step.settings.alignment)
+    layout = RowLayout.of(step, step.settings.computed.row_alignment)
     run = run_stages(step, engine_named(engine, device), device)
     judged = _Judge(step, layout)
     values = judged.comparable(run)

@@ -84,7 +84,7 @@ def random_step(
     x, dout = tokens
     scores = rng.random((sizes.tokens, sizes.experts))
     weights = rng.uniform(0.1, 1.0, (sizes.tokens, sizes.topk))
-    width = sizes.intermediate * (2 if is_glu(settings.activation_type) else 1)
+    width = sizes.intermediate * (2 if is_glu(settings.computed.activation) else 1)
     return StepDump(
         name,
         settings,

@@ -102,15 +102,12 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether no check failed."""
         return not any(problem.severity == ERROR for problem in self.problems)
 
     def error(self, what: str, remedy: str) -> None:
-        """Add a failed check."""
         self.problems.append(DoctorFinding(ERROR, what, remedy))
 
     def warning(self, what: str, remedy: str) -> None:
-        """Add what is worth a look."""
         self.problems.append(DoctorFinding(WARNING, what, remedy))
 
 

@@ -71,7 +71,8 @@ def golden_stages(step: StepDump, layout: RowLayout) -> dict[str, Array]:
     owners = [
         np.flatnonzero((layout.row_expert == e) & layout.real) for e in range(step.num_experts)
     ]
-    activation, parameters = step.settings.activation_type, step.settings.parameters
+    computed = step.settings.computed
+    activation, parameters = computed.activation, computed.activation_parameters
     b1, b2 = (None if bias is None else bias.astype(np.float64) for bias in (step.b1, step.b2))
     # A caller looks for NaN and infinity, so numpy need not warn of them.
     with np.errstate(all="ignore"):

@@ -23,7 +23,7 @@ from ..routing.ids import is_here
 from ..routing.metadata import RoutingMetadata
 from .capture import to_numpy
 from .stage_stats import StageValue
-from .step_dump import STEP_FLAGS, Array, StepDump
+from .step_dump import Array, StepDump
 
 Tensor = torch.Tensor
 
@@ -126,7 +126,7 @@ def run_step(
     at_seam: gets what the engine returned, by stage: out, z_saved, ds, dz, y1s, dx and every
         weight gradient.
     """
-    settings = engine_settings(step)
+    settings = step.settings.computed
     dtype = getattr(torch, step.settings.dtype)
 
     def given(name: str) -> Any:
@@ -179,18 +179,6 @@ def _shown_weights(weights: EngineWeights, settings: EngineSettings) -> EngineWe
                 weights, **{name: shown}, **({f"{name}_dgrad": shown} if shared else {})
             )
     return weights
-
-
-def engine_settings(step: StepDump) -> EngineSettings:
-    """The step's settings as the engine takes them; memory is not saved here, so that every stage
-    can be shown.
-    """
-    own = step.settings
-    flags = {flag.field: getattr(own.flags, flag.field) for flag in STEP_FLAGS}
-    settings = EngineSettings(own.activation_type, own.fp8_recipe, **flags)
-    # Set apart from the flags above: memory modes release or recompute stages before they could be
-    # shown.
-    return replace(settings, recompute_z=False, activation_parameters=own.parameters)
 
 
 def _fp8_tokens(step: StepDump, name: str, device: str) -> BlockScaledTensor:

@@ -7,6 +7,7 @@ Legend: T tokens, K slots, E experts, H hidden, I intermediate, N1 = 2I (gated) 
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from ..config import FLAGS, ResolvedConfig
-from ..enums import ActivationParameters, ActivationType, EngineName, is_glu, layer_parameters
+from ..engine.settings import EngineSettings
+from ..enums import ActivationType, EngineName, is_glu, layer_parameters
 from ..errors import ConfigError, ShapeError, SonicMoEError, expect, writing
 from ..flags import spelling
 from ..npz import NotNpzError, NpzError, read_npz, require_numbers
-from ..quant.recipes import RECIPES, Fp8Recipe
+from ..quant.recipes import RECIPES
 
 Array = np.ndarray
 
@@ -67,18 +69,20 @@ class StepSettings:
             expect(value in known, DumpError, f"{name} is {value!r}; needed: one of {list(known)}")
         try:
             # The property raises for a parameter that the activation does not have.
-            self.parameters  # noqa: B018  asked for its check
+            self.computed  # noqa: B018  asked for its check
         except ConfigError as error:
             raise DumpError(str(error)) from None
 
-    @property
-    def activation_type(self) -> ActivationType:
-        return ActivationType(self.activation)
-
-    @property
-    def parameters(self) -> ActivationParameters:
-        """The activation's numbers, as engines take them."""
-        return layer_parameters(self.activation_type, self.activation_parameters)
+    @functools.cached_property
+    def computed(self) -> EngineSettings:
+        """What an engine computes of the step. Memory is not saved, so that every stage can be shown."""
+        kind = ActivationType(self.activation)
+        recipe = None if self.recipe is None else RECIPES[self.recipe]
+        flags = {flag.field: getattr(self.flags, flag.field) for flag in STEP_FLAGS}
+        parameters = layer_parameters(kind, self.activation_parameters)
+        return EngineSettings(
+            kind, recipe, **{**flags, "recompute_z": False}, activation_parameters=parameters
+        )
 
     @classmethod
     def of(cls, **names: Any) -> StepSettings:
@@ -100,15 +104,6 @@ class StepSettings:
             name: value if isinstance(value, bool) else spelling(value)
             for name, value in values.items()
         }
-
-    @property
-    def fp8_recipe(self) -> Fp8Recipe | None:
-        return None if self.recipe is None else RECIPES[self.recipe]
-
-    @property
-    def alignment(self) -> int:
-        """Rows every expert is padded to."""
-        return 128 if self.fp8_recipe is None else self.fp8_recipe.row_alignment
 
 
 GRADIENT = "the gradient of "
@@ -200,7 +195,7 @@ class StepDump:
         need_shape(self.w2.ndim == 3 and self.w2.size > 0, "w2", self.w2, "[E, H, I]")
         need_shape(self.indices.ndim == 2, "indices", self.indices, "[T, K]")
         (tokens, topk), (experts, hidden, width) = self.indices.shape, self.w2.shape
-        n1 = width * (2 if is_glu(self.settings.activation_type) else 1)
+        n1 = width * (2 if is_glu(self.settings.computed.activation) else 1)
         wanted = {
             "x": (tokens, hidden), "dout": (tokens, hidden), "probs": (tokens, topk),
             "w1": (experts, n1, hidden), "b1": (experts, n1), "b2": (experts, hidden),

@@ -94,7 +94,6 @@ class Bf16Engine(RoutedEngine, PlainEngine):
     def backward_dx(
         self, dout: Tokens, saved: Saved, weights: EngineWeights
     ) -> tuple[Tensor, Tensor, PendingWgrad]:
-        """As `forward`."""
         way = RoutedEngine if _are_on_hopper(weights) else PlainEngine
         return way.backward_dx(self, dout, saved, weights)
 
@@ -129,7 +128,6 @@ class Bf16Engine(RoutedEngine, PlainEngine):
     def problem_of(
         self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
-        """Why its GEMMs cannot add there, or None."""
         if not (targets.wants("dw1") or targets.wants("dw2")):
             return None
         if _is_hopper(device_name(targets.anchor)):

@@ -56,7 +56,6 @@ class GradientPlaces:
 
     @classmethod
     def per_expert(cls, tensors: Sequence[Tensor | None], layout: WeightLayout) -> GradientPlaces:
-        """The places of E matrices."""
         return cls(tensors, layout, len(tensors), False)
 
     @classmethod

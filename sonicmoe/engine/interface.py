@@ -132,7 +132,6 @@ class EngineWeights:
 
     @functools.cached_property
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """The shapes of w1 and w2."""
         experts, hidden = self.num_experts, self.hidden_size
         return (experts, self.n1, hidden), (experts, hidden, self.intermediate_size)
 

@@ -215,7 +215,6 @@ class Programs:
         return (name, ELEMENTS.index(element), text.endswith(" strided"), *numbers)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a part."""
         return _DTYPES[self._tensors[name].split()[0]]
 
     def told(self, parts: Sequence[Part], slots: _Slots) -> list[tuple[int, ...]]:

@@ -74,7 +74,6 @@ class QuantisedEngine(Engine):
     def prepare_weights(
         self, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, settings: EngineSettings
     ) -> EngineWeights:
-        """Quantise native weights."""
         check_weights(w1, w2, b1, b2, settings.activation)
         return self.refresh(WeightSource.stacked(w1, w2, b1, b2), settings)
 

@@ -105,7 +105,6 @@ class GradientTargets:
         return first if first is not None else self.tensors()[0]  # the former nearly always
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors, by the name of the gradient."""
         weights = {
             name if places.is_stacked else f"{name}[{index}]": tensor
             for name, places in self._weights()
@@ -211,7 +210,6 @@ class GradientTargets:
         return layout.user_w1(gradient) if name == "dw1" else layout.user_w2(gradient)
 
     def add(self, name: str, expert: int, gradient: Tensor) -> None:
-        """Add one expert's arranged gradient."""
         # None where this expert is frozen: its gradient was asked for with those of the others.
         matrix = self._weight(name).matrix(expert)
         if matrix is not None:

@@ -85,7 +85,6 @@ class TritonEngine(PlainEngine):
     def problem_of(
         self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
-        """Why its GEMMs cannot add there, or None."""
         return _problem_of(targets)
 
 

@@ -157,7 +157,6 @@ class PreparedWeights:
     """
 
     def __init__(self) -> None:
-        """Holds nothing yet."""
         self.weights: EngineWeights | None = None
         self.writes = 0
         self.captures = self.is_settled = False

@@ -171,7 +171,6 @@ class SeparateParameters(ExpertParameters):
     def targets(
         self, memory: Sequence[Tensor | None], mode: GradientMode = GradientMode.MAIN_GRAD
     ) -> GradientTargets:
-        """A matrix of each expert."""
         halves = memory[: self._count], memory[self._count :]
         up, down = (GradientPlaces.per_expert(half, self.layout) for half in halves)
         return GradientTargets(up, down, mode)

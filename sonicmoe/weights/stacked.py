@@ -70,7 +70,6 @@ class StackedParameters(ExpertParameters):
         self.native_shapes = up, down  # type: ignore[assignment]
 
     def source(self, parameters: Sequence[Tensor] | None = None) -> WeightSource:
-        """Views of each expert's matrices."""
         weight1, weight2 = parameters or self.parameters()
         return WeightSource.stacked(weight1, weight2, layout=self.layout)
 

@@ -34,7 +34,7 @@ def with_biases(step, seed=7):
 
 
 def layout_of(step):
-    return RowLayout.of(step, step.settings.alignment)
+    return RowLayout.of(step, step.settings.computed.row_alignment)
 
 
 def row_of(step, expert=2, position=3):

@@ -99,7 +99,6 @@ class Mxfp8Engine(QuantisedEngine, ProductsEngine):
     def problem_of(
         self, targets: GradientTargets, settings: EngineSettings, layout: WeightLayout = NATIVE
     ) -> str | None:
-        """Why its GEMMs cannot add there, or None."""
         return bf16_gradients.problem_of(targets, _GEMMS if settings.fp8_wgrad else "BF16")
 
 
