@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from ..engine.reference import ReferenceEngine
+from ..engine.select import choose_engine
+from ..enums import EngineName
 from .golden_stages import RowLayout, golden_stages
 from .json_data import plain
-from .stage_runner import StageRun, engine_named, run_stages
+from .stage_runner import StageRun, run_stages
 from .stage_stats import StageStats, StageValue, closeness, row_deviations, stage_stats
 from .step_dump import GRADIENT, Array, StepDump
 
@@ -149,7 +151,7 @@ def bisect(step: StepDump, engine: str, device: str = "cpu") -> BisectReport:
     # Rows are compared one by one, so every side must lay them out alike. The layout comes from a
     # plain loop and not from the routing kernels, which may be what is wrong.
     layout = RowLayout.of(step, step.settings.computed.row_alignment)
-    run = run_stages(step, engine_named(engine, device), device)
+    run = run_stages(step, choose_engine(device, EngineName(engine)).engine, device)
     judged = _Judge(step, layout)
     values = judged.comparable(run)
     # Against fp64 from the inputs of the step, one wrong stage makes all later ones wrong. So the

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 
 from ..engine.interface import Engine, EngineSettings, EngineWeights, GradientTargets
-from ..engine.select import choose_engine
-from ..enums import EngineName
 from ..interop import device_name, plain_ops
 from ..observe import listening, tap
 from ..quant.format import BlockScaledTensor, Code, Orientation
@@ -39,11 +37,6 @@ class StageRun:
     stages: dict[str, StageValue] = field(default_factory=dict)
     routing: dict[str, Array] = field(default_factory=dict)
     error: str | None = None
-
-
-def engine_named(name: str, device: str) -> Engine:
-    """The engine to diagnose; EngineUnavailableError where it does not run on `device`."""
-    return choose_engine(device, EngineName(name)).engine
 
 
 class Recorder:

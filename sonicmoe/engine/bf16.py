@@ -53,8 +53,7 @@ class Bf16Engine(RoutedEngine, PlainEngine):
         with plain_ops():
             weights = weights_in_place(source, settings.activation)
         self._check_kinds(weights, settings)
-        prepared = Prepared(settings, are_lent(weights, source))
-        object.__setattr__(weights, "native", prepared)
+        weights.native = Prepared(settings, are_lent(weights, source))
         return weights
 
     def keep(self, previous: EngineWeights, written: bool = False) -> bool:

@@ -138,7 +138,7 @@ def recognised(kind: tuple[Any, ...], weights: StackedWeights) -> EngineWeights 
     if b1 is not None:
         b1, b2 = _fp32(b1), _fp32(b2)
     made = EngineWeights.__new__(EngineWeights)
-    # The class is frozen. Sizes and kernels are those of before.
+    # Sizes and kernels are those of before.
     own = {"w1": w1, "w2": w2, "w1_dgrad": w1, "w2_dgrad": w2, "b1": b1, "b2": b2}
     made.__dict__.update(found[1], **own)
     return made

@@ -65,7 +65,7 @@ Tensor = torch.Tensor
 EngineWeight = Tensor | BlockScaledTensor | ExpertMatrices | GateUp
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class EngineWeights:
     """Weights as one engine reads them, made by `Engine.refresh`, valid until the user's weights
     change.
@@ -77,7 +77,9 @@ class EngineWeights:
     b1 `[E, N1]`, b2 `[E, H]`: fp32, or both None.
     layout: how plain weights and b1 lie, where the engine reads them in another layout than the
         native one.
-    store: engine-private state for bringing the weights up to date in place; opaque to callers.
+    store: engine-private state for bringing the weights up to date in place, by an engine that looks
+        for changes on the device by itself; opaque to callers. A CUDA graph reads the addresses of
+        these weights at every replay.
     native: the engine's handle of these very tensors, once it made one.
     adapters: low-rank pairs beside the weights (`with_adapters`), in the native order.
     """
@@ -99,15 +101,8 @@ class EngineWeights:
             return self
         # What is prepared outlives the call and has no adapters. The copy shares all that it holds.
         made = copy.copy(self)
-        object.__setattr__(made, "adapters", adapters)
+        made.adapters = adapters
         return made
-
-    @property
-    def updated_in_place(self) -> bool:
-        """Whether the engine writes changed weights where these lie, and looks for changes on the
-        device by itself. A CUDA graph then reads these addresses at every replay.
-        """
-        return self.store is not None
 
     @property
     def two_orders(self) -> bool:
@@ -116,9 +111,7 @@ class EngineWeights:
 
     def add_backward(self, w1_dgrad: EngineWeight, w2_dgrad: EngineWeight) -> None:
         """Have backward read these from now on, also one whose forward ran before."""
-        held = {"w1_dgrad": w1_dgrad, "w2_dgrad": w2_dgrad, "native": None}
-        for name, value in held.items():
-            object.__setattr__(self, name, value)
+        self.w1_dgrad, self.w2_dgrad, self.native = w1_dgrad, w2_dgrad, None
 
     def release_forward(self) -> None:
         """Drop forward's pair; backward's stays, and can no longer be brought up to date. Only where
@@ -128,7 +121,7 @@ class EngineWeights:
         assert self.two_orders and all(map(all, self.native_shapes))
         # `native` refers to all four tensors, and `store` to the buffers that it writes.
         for name in ("w1", "w2", "store", "native"):
-            object.__setattr__(self, name, None)
+            setattr(self, name, None)
 
     @functools.cached_property
     def native_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:

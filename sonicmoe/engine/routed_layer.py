@@ -84,8 +84,7 @@ class RoutedLayer(ABC):
         self._stream = current_stream(anchor)
         prepared, bound = weights.native, None
         if prepared is None or prepared.settings is not settings:
-            prepared = Prepared(settings)
-            object.__setattr__(weights, "native", prepared)
+            prepared = weights.native = Prepared(settings)
         elif weights.adapters is None:  # which every call has its own of
             bound = prepared.bound
         if bound is None:

@@ -237,7 +237,7 @@ class PreparedWeights:
         # by the next forward, and never lost.
         self._key, self._traces = key, traces
         self.weights = held if keeps or held.store is not None else None
-        if self.captures and held.updated_in_place and held not in self._of_graphs:
+        if self.captures and held.store is not None and held not in self._of_graphs:
             self._of_graphs.append(held)
         # Steps of optimizers are not counted: the step of another model must not make an
         # outstanding backward fail.

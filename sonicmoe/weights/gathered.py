@@ -255,8 +255,7 @@ class _GatheredAgain:
 
 def _with_biases(weights: EngineWeights, b1: Tensor | None, b2: Tensor | None) -> EngineWeights:
     made = copy.copy(weights)  # which keeps the shapes that it knows, where forward's order is gone
-    for name, value in {"b1": b1, "b2": b2, "native": None}.items():
-        object.__setattr__(made, name, value)
+    made.b1, made.b2, made.native = b1, b2, None
     return made
 
 

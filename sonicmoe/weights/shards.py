@@ -79,7 +79,9 @@ class ExpertShard(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy of a module gathers values, until it is given to `gather_codes` itself."""
         made = self.plain().clone()
-        parameter = nn.Parameter(made, self.requires_grad) if _is_parameter(self) else made
+        parameter = (
+            nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+        )
         memo[id(self)] = parameter
         return parameter
 
@@ -179,7 +181,3 @@ def padded(shard: Tensor, experts: int) -> Tensor:
             "fully_shard has cut"
         )
     return values.as_strided(size, values.stride(), values.storage_offset())
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)

@@ -62,7 +62,7 @@ class TestHopperEngine:
         assert store() is None and forward() is None
         left = copies.weights
         assert (left.num_experts, left.hidden_size, left.intermediate_size) == (3, 32, 64)
-        assert not left.updated_in_place
+        assert left.store is None
 
     def test_freed_weights_are_never_asked(self):
         layer, engine = make_layer(), HopperEngine()
