@@ -84,44 +84,6 @@ class Hand:
         return numpy(dequantize(self.quantised(z, "z", code)))
 
 
-class Rows:
-    """The slots of one expert, in the order of its rows; padding rows follow."""
-
-    def __init__(self, indices, expert, alignment):
-        self.slots = [at for at in np.ndindex(*indices.shape) if indices[at] == expert]
-        self.tokens = [token for token, _ in self.slots]
-        self.padded = -(-len(self.slots) // alignment) * alignment
-
-    def filled(self, values, padding=0.0):
-        """`[rows, C]` values of the true rows, and what padding rows hold."""
-        made = np.full((self.padded, values.shape[1]), padding)
-        made[: len(values)] = values
-        return made
-
-    def of(self, tokens, padding=0.0):
-        return self.filled(tokens[self.tokens], padding)
-
-
-class Tokens:
-    """x or dout, as the product that gathers it reads it, and as wgrad does."""
-
-    def __init__(self, hand, name, values):
-        self.hand, self.name, self.values = hand, name, values
-        self.operand = hand.operand(values, name)
-
-    def read(self, rows):
-        recipe = self.hand.recipe
-        if recipe is not None and getattr(recipe, self.name).rows > 1:
-            # Blocks of several rows are cut after the gather.
-            return self.hand.operand(rows.of(self.values), self.name)
-        return rows.of(self.operand)
-
-    def times(self, rows, other, name):
-        """The weight gradient `tokens^T other`, where the other operand is the recipe's `name`."""
-        mine = self.hand.operand(rows.of(self.values), f"wgrad_{self.name}")
-        return mine.T @ self.hand.operand(other, name)
-
-
 def activation_of(problem, z):
     """`(y1, gate value, gate slope, up)` of interleaved (or ungated) `z`."""
     act = base_of(problem.activation.value)
@@ -133,41 +95,56 @@ def activation_of(problem, z):
 def by_hand(problem, settings, dtype, skip=(), exact=False) -> Result:
     """Everything that a forward and a backward give."""
     hand = Hand(settings, dtype, skip, exact)
-    x = Tokens(hand, "x", problem.x)
-    dout = Tokens(hand, "dout", problem.dout)
     like = problem.x, problem.x, problem.probs, problem.up_gate, problem.down
     result = Result(*map(np.zeros_like, like))
     for expert in range(problem.num_experts):
-        rows = Rows(problem.indices, expert, settings.row_alignment)
-        if rows.slots:
-            add_expert(result, problem, hand, x, dout, rows, expert)
+        t, k = np.nonzero(problem.indices == expert)
+        if len(t):
+            add_expert(result, problem, hand, expert, t, k)
     result.out, result.dx = hand.rounded(result.out), hand.rounded(result.dx)
     return result
 
 
-def add_expert(result, problem, hand, x, dout, rows, expert):
-    """What one expert adds to outputs and gradients of tokens, and its weight gradients."""
+def add_expert(result, problem, hand, expert, t, k):
+    """What the slots `t, k` of one expert add to outputs and gradients of tokens, and its weight gradients."""
+    alignment = hand.settings.row_alignment
+
+    def rows(values):
+        """Padding rows of zeros follow."""
+        return np.pad(values, ((0, -len(values) % alignment), (0, 0)))
+
+    def gathered(name):
+        """x or dout, as its product reads it. Blocks of several rows are cut after the gather."""
+        tokens = getattr(problem, name)
+        if hand.recipe is not None and getattr(hand.recipe, name).rows > 1:
+            return hand.operand(rows(tokens[t]), name)
+        return rows(hand.operand(tokens, name)[t])
+
+    def wgrad(name, other, its_name):
+        """The weight gradient of x or dout and of rows."""
+        tokens = hand.operand(rows(getattr(problem, name)[t]), f"wgrad_{name}")
+        return tokens.T @ hand.operand(other, its_name)
+
     w1, w2 = (weight[expert] for weight in native_weights(problem)[:2])
-    p = rows.filled(np.array([[problem.probs[slot]] for slot in rows.slots]))
-    z = x.read(rows) @ hand.operand(w1, "w1").T
+    p, true = rows(problem.probs[t, k][:, None]), slice(len(t))
+    z = gathered("x") @ hand.operand(w1, "w1").T
     y1 = hand.operand(activation_of(problem, z)[0], "y1")
     y2 = hand.rounded(y1 @ hand.operand(w2, "w2").T)
 
     y1, a, da, up = activation_of(problem, hand.stored_z(z))
-    dy1 = dout.read(rows) @ hand.operand(w2, "w2_dgrad")
+    dy1 = gathered("dout") @ hand.operand(w2, "w2_dgrad")
     dgate, dup = p * dy1 * up * da, p * dy1 * a
-    dz = np.stack([dgate, dup], -1).reshape(rows.padded, -1) if problem.gated else dgate
+    dz = np.stack([dgate, dup], -1).reshape(len(p), -1) if problem.gated else dgate
     y1s = p * y1
     if hand.recipe is not None and hand.recipe.rounds_rows:
         dz, y1s = hand.rounded(dz), hand.rounded(y1s)
     dx_rows = hand.rounded(hand.operand(dz, "dz") @ hand.operand(w1, "w1_dgrad"))
-    for row, (t, k) in enumerate(rows.slots):
-        result.out[t] += p[row, 0] * y2[row]
-        result.dx[t] += dx_rows[row]
-        result.dprobs[t, k] = dy1[row] @ y1[row]
+    np.add.at(result.out, t, (p * y2)[true])
+    np.add.at(result.dx, t, dx_rows[true])
+    result.dprobs[t, k] = (dy1 * y1)[true].sum(-1)
     order = native_order(problem.up_gate.shape[2], problem.gated)
-    result.dw1[expert][:, order] = x.times(rows, dz, "wgrad_dz")
-    result.dw2[expert] = dout.times(rows, y1s, "wgrad_y1s").T
+    result.dw1[expert][:, order] = wgrad("x", dz, "wgrad_dz")
+    result.dw2[expert] = wgrad("dout", y1s, "wgrad_y1s").T
 
 
 def coarse_problem(**changes):

@@ -13,6 +13,7 @@ from engine.host_kernels import (
     aggregate_rows,
     gather,
     gradient_parts,
+    held,
     narrow_gradient,
     narrow_rows,
     prepare_factor,
@@ -57,19 +58,6 @@ def joined(weight, second):
         return weight
     assert readable(weight).stride() == readable(second).stride()
     return torch.cat([weight, second], 1)
-
-
-def held(argument):
-    """The host memory of a launch argument as a torch tensor, in its strides; others as they are."""
-    if not hasattr(argument, "data_ptr") or isinstance(argument, torch.Tensor):
-        return argument
-    dtype = getattr(torch, str(argument.dtype))
-    shape, strides = tuple(argument.shape), tuple(argument.strides)
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    memory = (ctypes.c_uint8 * ((last + 1) * dtype.itemsize)).from_address(argument.data_ptr())
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
 def launched(kernel):

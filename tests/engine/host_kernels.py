@@ -42,22 +42,26 @@ FEW_ROWS = 300  # whose sums `narrow_gradient` does not divide
 DPROB_COLUMNS = 0  # set to what the module under test was built with
 
 
+def held(argument):
+    """The host memory of a launch argument as a torch tensor, in its strides; others as they are."""
+    if not hasattr(argument, "data_ptr") or isinstance(argument, torch.Tensor):
+        return argument
+    dtype = getattr(torch, str(argument.dtype))
+    shape, strides = tuple(argument.shape), tuple(argument.strides)
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_uint8 * ((last + 1) * dtype.itemsize)).from_address(argument.data_ptr())
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
 def at(view, dtype=None, shape=None):
-    """The host memory of a launch argument as a torch tensor; `dtype` and `shape`: what it must
-    have.
-    """
+    """`held` of a contiguous argument; `dtype` and `shape`: what it must have."""
     found, sizes = str(view.dtype).removeprefix("torch."), tuple(view.shape)
     assert view.is_contiguous(), sizes
     assert dtype is None or found in dtype.split("|"), f"{found} {sizes}, needed {dtype}"
     assert shape is None or sizes == tuple(shape), f"{sizes}, needed {tuple(shape)}"
-    kind = getattr(torch, found)
-    if 0 in sizes:
-        return torch.empty(sizes, dtype=kind)
-    count = 1
-    for size in sizes:
-        count *= size
-    memory = (ctypes.c_uint8 * (count * kind.itemsize)).from_address(view.data_ptr())
-    return torch.frombuffer(memory, dtype=torch.uint8).view(kind).reshape(sizes)
+    return held(view)
 
 
 def blocks(n, size=128):

@@ -128,15 +128,9 @@ def factors_of(problem, rank=5):
     ]
 
 
-def native_column(n, n1, gated):
-    """Which column of a user's `[H, N1]` weight lies in row `n` of the native `[N1, H]` one."""
-    if not gated:
-        return n
-    return n // 2 if n % 2 == 0 else n1 // 2 + n // 2
-
-
 def native_order(n1, gated):
-    return [native_column(n, n1, gated) for n in range(n1)]
+    """Which column of a user's `[H, N1]` weight lies in each row of the native `[N1, H]` one."""
+    return np.arange(n1).reshape(2, -1).T.reshape(-1) if gated else np.arange(n1)
 
 
 def native_weights(problem):
@@ -145,18 +139,6 @@ def native_weights(problem):
     w1 = problem.up_gate.transpose(0, 2, 1)[:, order]
     w2 = problem.down.transpose(0, 2, 1)
     return w1, w2, None if problem.b1 is None else problem.b1[:, order], problem.b2
-
-
-def user_gradients(problem, accumulators):
-    """Native accumulators as fp64 arrays in user layout: dw1, dw2, db1, db2."""
-    order = native_order(problem.up_gate.shape[2], problem.gated)
-    dw1, db1 = np.zeros_like(problem.up_gate), None
-    dw1[:, :, order] = numpy(accumulators.dw1).transpose(0, 2, 1)
-    dw2 = numpy(accumulators.dw2).transpose(0, 2, 1)
-    if accumulators.db1 is not None:
-        db1 = np.zeros_like(problem.b1)
-        db1[:, order] = numpy(accumulators.db1)
-    return dw1, dw2, db1, None if accumulators.db2 is None else numpy(accumulators.db2)
 
 
 @dataclass
@@ -172,12 +154,12 @@ class Setup:
     dout: object
 
     def accumulators(self):
-        experts, n1, hidden = (int(size) for size in native_weights(self.problem)[0].shape)
+        experts, hidden, n1 = self.problem.up_gate.shape
         bias = self.problem.b1 is not None
         return GradientTargets.zeros(experts, n1, hidden, self.problem.intermediate, bias, "cpu")
 
-    def forward(self, save=True):
-        return self.engine.forward(self.x, self.routing, self.weights, self.settings, save=save)
+    def forward(self):
+        return self.engine.forward(self.x, self.routing, self.weights, self.settings)
 
     def pending(self):
         """The operands of the weight gradients."""
@@ -185,24 +167,20 @@ class Setup:
         return self.engine.backward_dx(self.dout, saved, self.weights)[2]
 
     def run(self) -> Result:
-        """Forward, then the whole backward."""
-        return self.backward(*self.forward())
-
-    def backward(self, out, saved) -> Result:
-        """The whole backward of a forward, into accumulators of its own."""
-        accumulators = self.accumulators()
-        dx, dprobs = backward(self.engine, self.dout, saved, self.weights, accumulators)
-        return self.result(out, dx, dprobs, accumulators)
-
-    def result(self, out, dx, dprobs, accumulators) -> Result:
-        """What calls of the engine returned and added, in user layout."""
-        gradients = user_gradients(self.problem, accumulators)
-        return Result(numpy(out), numpy(dx), numpy(dprobs), *gradients)
+        """A whole step; weight gradients in user layout."""
+        (out, saved), sums = self.forward(), self.accumulators()
+        dx, dprobs = backward(self.engine, self.dout, saved, self.weights, sums)
+        named = {name: numpy(gradient) for name, gradient in sums.named().items()}
+        back = np.argsort(native_order(self.problem.up_gate.shape[2], self.problem.gated))
+        gradients = {name: named[name].transpose(0, 2, 1) for name in ("dw1", "dw2")}
+        gradients["dw1"] = gradients["dw1"][:, :, back]
+        if "db1" in named:
+            gradients |= {"db1": named["db1"][:, back], "db2": named["db2"]}
+        return Result(numpy(out), numpy(dx), numpy(dprobs), **gradients)
 
 
-def set_up(problem, settings=None, dtype=None, engine=None) -> Setup:
-    engine = engine or ReferenceEngine()
-    dtype = dtype or torch.float32
+def set_up(problem, settings=None, dtype=torch.float32) -> Setup:
+    engine = ReferenceEngine()
     own = {"activation": problem.activation, "activation_parameters": problem.own}
     settings = replace(settings or EngineSettings(), **own)
     w1, w2, b1, b2 = native_weights(problem)
@@ -214,7 +192,7 @@ def set_up(problem, settings=None, dtype=None, engine=None) -> Setup:
     return Setup(problem, settings, engine, weights, routing, x, dout)
 
 
-def run_engine(problem, settings=None, dtype=None) -> Result:
+def run_engine(problem, settings=None, dtype=torch.float32) -> Result:
     return set_up(problem, settings, dtype).run()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -135,17 +136,13 @@ def test_destinations_are_made_once_and_anew_where_memory_moved(use):
 def test_ranges_open_and_close_in_order():
     events = []
 
-    class Range:
-        def __init__(self, name):
-            self.name = name
+    @contextmanager
+    def opened(name):
+        events.append(f"+{name.removeprefix('sonicmoe.')}")
+        yield
+        events.append(f"-{name.removeprefix('sonicmoe.')}")
 
-        def __enter__(self):
-            events.append(f"+{self.name.removeprefix('sonicmoe.')}")
-
-        def __exit__(self, *_):
-            events.append(f"-{self.name.removeprefix('sonicmoe.')}")
-
-    with ranges_on(Range):
+    with ranges_on(opened):
         Case().run(OURS, FP8)
     stages = [event[1:] for event in events if event.startswith("+")]
     assert stages == [

@@ -79,16 +79,7 @@ class TestInAProcess:
         verdict = try_engine(subject(engine))
         assert not verdict.trusted and verdict.reason.startswith(words)
         assert [case["problem"] for case in verdict.cases[:2]] == [None, None]
-        assert not _children()
-
-
-def _children():
-    return [
-        number
-        for task in os.listdir("/proc/self/task")
-        for number in open(f"/proc/self/task/{task}/children").read().split()
-        if "sonicmoe.engine.trial" in open(f"/proc/{number}/cmdline").read()
-    ]
+        assert not planted_engines.trials_of_this_process()
 
 
 def inline(monkeypatch, engine, ended="exit status 1"):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from pairwise import pairwise
 
-from sonicmoe import layouts
 from sonicmoe.engine.gradient_places import GradientPlaces
 from sonicmoe.engine.interface import GradientTargets
 from sonicmoe.gradients.flush import flush_table
@@ -40,14 +39,9 @@ def native_gradients(experts, n1, hidden, intermediate, seed=0):
     return [torch.randn(shape, generator=generator, device="cuda") for shape in shapes]
 
 
-def in_layout(native, transposed, split_half):
-    """In fresh memory, whatever the layout: the flush zeroes the accumulators, which the expected
-    values must outlive.
-    """
-    rows = layouts.deinterleave_gate_up(native) if split_half else native
-    return (rows.transpose(-2, -1) if transposed else rows).clone(
-        memory_format=torch.contiguous_format
-    )
+def in_fresh_memory(gradient):
+    """Whatever the layout: the flush zeroes the accumulators, which the expected values must outlive."""
+    return gradient.clone(memory_format=torch.contiguous_format)
 
 
 def held_before(shape, dtype, offset):
@@ -61,10 +55,12 @@ def held_before(shape, dtype, offset):
     pairwise(DTYPES, [0, 1, 2], *[[False, True]] * 3),
 )
 def test_every_layout(kernel, flush_gradients, dtype, transposed, split_half, fresh, offset):
+    layout = WeightLayout(transposed, split_half)
     for experts, hidden, intermediate in SIZES:
         n1 = 2 * intermediate
         dw1, dw2 = native_gradients(experts, n1, hidden, intermediate)
-        wanted = [*in_layout(dw1, transposed, split_half), *in_layout(dw2, transposed, False)]
+        user = layout.user_w1(dw1), layout.user_w2(dw2)
+        wanted = [gradient for both in map(in_fresh_memory, user) for gradient in both]
         targets = [held_before(gradient.shape, dtype, offset) for gradient in wanted]
         wanted = [
             g.to(dtype) if fresh else (t.float() + g).to(dtype)
@@ -85,12 +81,12 @@ def test_past_two_to_the_31_elements(kernel, flush_gradients):
     assert experts * n1 * hidden > 2**31
     dw1 = torch.randn((experts, n1, hidden), device="cuda")
     dw2 = torch.zeros((experts, hidden, 4), device="cuda")
-    want = {e: in_layout(dw1[e], True, True) for e in (0, 191, 192, 199)}
+    layout = WeightLayout(transposed=True, split_half=True)
+    want = {e: in_fresh_memory(layout.user_w1(dw1[e])) for e in (0, 191, 192, 199)}
     target, small = (
         torch.ones((experts, hidden, n1), device="cuda"),
         torch.zeros((experts, 4, hidden), device="cuda"),
     )
-    layout = WeightLayout(transposed=True, split_half=True)
     into = GradientTargets(*(GradientPlaces.stacked(t, experts, layout) for t in (target, small)))
     table = flush_table(kernel, into, [False, False])
     flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))

@@ -4,13 +4,11 @@ wrong, fault or never end are found without harm to the process that asked.
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from engine.planted_engines import trials_of_this_process
 from gpu import planted_gpu_engines
 from pairwise import pairwise
 
@@ -117,17 +115,6 @@ PLANTED = [
 planted = pytest.mark.parametrize(
     ("engine", "words"), PLANTED, ids=["a wrong number", "a fault", "an endless loop"]
 )
-
-
-def trials_of_this_process():
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            parent = stat.read_text().rpartition(")")[2].split()[1]
-            words = stat.with_name("cmdline").read_bytes()
-            if int(parent) == os.getpid() and b"engine.trial" in words:
-                found.append(words)
-    return found
 
 
 @planted

@@ -119,9 +119,7 @@ def test_bits_match_the_naive_quantizer(block, shape, code, scale_format):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_narrow_inputs_are_widened_exactly(dtype, code, scale_format):
     x = tensor(wide_range((130, 200)), getattr(torch, dtype))
-    q = assert_same_bits(x, iso(128), code, scale_format)
-    widened = quantize(x.to(torch.float32), iso(128), code, scale_format)
-    np.testing.assert_array_equal(code_bits(q), code_bits(widened))
+    assert_same_bits(x, iso(128), code, scale_format)
 
 
 SPECIAL_BLOCKS = {

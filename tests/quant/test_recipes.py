@@ -44,8 +44,8 @@ def test_every_recipe_has_a_name_and_both_scale_formats(recipe):
 
 @every_recipe
 def test_blocks_of_every_recipe(recipe):
-    """No block of rows spans two experts, z has one scale per row and 128, and no promotion of a
-    product falls inside a block.
+    """No block of rows spans two experts, z has one scale per row and 128, no promotion of a product falls
+    inside a block, and one product of scales serves a k-block of a weight gradient.
     """
     assert recipe.row_alignment >= 128
     assert all(recipe.row_alignment % block.rows == 0 for block in recipe.token_blocks())
@@ -57,6 +57,8 @@ def test_blocks_of_every_recipe(recipe):
         (recipe.dz.cols, recipe.w1_dgrad.rows),
     ]
     assert all(max(pair) % min(pair) == 0 for pair in pairs)
+    assert recipe.wgrad_x.rows == recipe.wgrad_dz.rows
+    assert recipe.wgrad_dout.rows == recipe.wgrad_y1s.rows
 
 
 @every_recipe
@@ -70,15 +72,6 @@ def test_gathered_operands_are_scaled_per_row(recipe):
         assert (recipe.x, recipe.dout) == (recipe.wgrad_x, recipe.wgrad_dout)
     else:
         assert recipe.x.rows == recipe.dout.rows == 1
-
-
-@every_recipe
-def test_wgrad_blocks_do_not_split_a_contraction_step(recipe):
-    """Both operands of a weight gradient share their extent along tokens, so one product of scales
-    serves a whole k-block.
-    """
-    assert recipe.wgrad_x.rows == recipe.wgrad_dz.rows
-    assert recipe.wgrad_dout.rows == recipe.wgrad_y1s.rows
 
 
 def test_deepseek_v3_has_strips_for_activations_and_square_weight_blocks():
