@@ -1,18 +1,16 @@
 """Gradient memory of one layer within larger allocations of known bytes, in every arrangement that
-parameters come in; what it must hold after additions; and the additions that every engine is tested
-with.
+parameters come in; and what it must hold after additions.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import torch
-from gpu.device import captured, raw
+from gpu.device import raw
 
 from sonicmoe.engine.gradient_places import GradientPlaces, wgrad_destination
-from sonicmoe.engine.interface import EngineSettings, GradientMode, GradientTargets
+from sonicmoe.engine.interface import GradientMode, GradientTargets
 from sonicmoe.layouts import NATIVE, WeightLayout
 
 LAYOUTS = [WeightLayout(t, s) for t, s in itertools.product((False, True), repeat=2)]
@@ -148,51 +146,3 @@ def added_to(module, sums):
     """The destination of accumulators `[E, M, N]`."""
     places = GradientPlaces.stacked(sums, len(sums), NATIVE)
     return wgrad_destination(places, module.wgrad_destination, GradientMode.NATIVE, parts=False)
-
-
-def memory_of(case, layout, arrangement, dtype=torch.float32, mode=GradientMode.MAIN_GRAD):
-    """For the weights of a case."""
-    sizes = (*case.weights[0].shape, int(case.weights[1].shape[2]))
-    return Memory(sizes, layout, arrangement, dtype, mode)
-
-
-def pending_of(case, engine, settings=None):
-    """What `backward_dx` leaves for the weight gradients."""
-    settings = settings or EngineSettings(activation=case.activation)
-    weights = engine.prepare_weights(*case.weights, settings)
-    _, saved = engine.forward(case.x, case.routing(), weights, settings)
-    return engine.backward_dx(case.dout, saved, weights)[2]
-
-
-def accumulated(case, engine, pending):
-    """Native gradients; the operands are still there afterwards."""
-    sums = case.accumulators()
-    engine.backward_dw(replace(pending), sums)
-    assert sums.dw1.any() and sums.dw2.any()
-    return sums.dw1, sums.dw2
-
-
-def check_replays(case, layout, arrangement, engine, settings=None):
-    """Each replay of a CUDA graph adds, also after other memory was added to."""
-    memory, other = (memory_of(case, layout, arrangement) for _ in range(2))
-    pending = pending_of(case, engine, settings)
-    gradients = accumulated(case, engine, pending)
-    engine.backward_dw(replace(pending), other.targets)  # loads the kernels
-    graph, _ = captured(lambda: engine.backward_dw(replace(pending), memory.targets))
-    memory.check()  # a capture adds nothing
-    engine.backward_dw(replace(pending), other.targets)
-    for _ in range(3):
-        graph.replay()
-        torch.cuda.synchronize()
-        memory.take(*gradients)
-
-
-def check_repeats(case, layout, arrangement, engine, settings=None):
-    """The same bits each time."""
-    results = []
-    for _ in range(5):
-        memory = memory_of(case, layout, arrangement)
-        engine.backward_dw(pending_of(case, engine, settings), memory.targets)
-        results.append([raw(allocation).clone() for allocation in memory.allocations])
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))

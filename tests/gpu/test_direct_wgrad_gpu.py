@@ -4,24 +4,26 @@ and flushing, in every layout and arrangement, and not a byte beside the destina
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from gpu.device import captured
 from gpu.engine_cases import FP8, case_of
 from gpu.gradient_memory import (
     LAYOUTS,
     Memory,
     added_to,
-    check_repeats,
-    check_replays,
     ids,
 )
 from pairwise import pairwise
 
+from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.capabilities import HOPPER
 from sonicmoe.engine.gradient_places import WgradOutput
 from sonicmoe.engine.hopper import HopperEngine
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.enums import ActivationType
 from sonicmoe.interop import current_stream
 from sonicmoe.kernels.sm90 import bf16_sources, fp8_wgrad_source
@@ -31,7 +33,7 @@ from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
-OURS = HopperEngine()
+PLAIN = EngineSettings()
 # (T, H, I, E, K): I an odd number of 64s, H no multiple of 128, one token, experts without tokens,
 # more experts than one launch has maps for
 SHAPES = [
@@ -184,10 +186,29 @@ def test_fetched_sums_have_the_bits_of_the_copy_engines(addition):
     assert torch.equal(every[1][1:], before[1:]) and not torch.equal(every[0][0], before[0])
 
 
-def test_repeats_bit_for_bit():
-    check_repeats(case_of((4096, 1024, 448, 8, 4)), LAYOUTS[3], "own", OURS, FP8)
-
-
-@pytest.mark.parametrize("arrangement", ["own", "slices"])
-def test_replays_of_a_graph_add_each_time(arrangement):
-    check_replays(case_of(LAYER, seed=3), LAYOUTS[3], arrangement, OURS, FP8)
+@pytest.mark.parametrize(
+    ("engine", "settings", "layout", "arrangement"),
+    [
+        (HopperEngine(), FP8, LAYOUTS[3], "own"), (HopperEngine(), FP8, LAYOUTS[3], "slices"),
+        (Bf16Engine(), PLAIN, LAYOUTS[0], "stacked_slices"),
+        (Bf16Engine(), PLAIN, LAYOUTS[2], "stacked_slices"),
+    ],
+    ids=["hopper-own", "hopper-slices", "bf16-NH", "bf16-HN"],
+)  # fmt: skip
+def test_replays_of_a_graph_add_each_time(engine, settings, layout, arrangement):
+    """Also after other memory was added to."""
+    case = case_of(LAYER, seed=3)
+    memory, other = (memory_of(LAYER, layout, arrangement) for _ in range(2))
+    weights, sums = engine.prepare_weights(*case.weights, settings), case.accumulators()
+    _, saved = engine.forward(case.x, case.routing(), weights, settings)
+    pending = engine.backward_dx(case.dout, saved, weights)[2]
+    for targets in (sums, other.targets):  # loads the kernels
+        engine.backward_dw(replace(pending), targets)
+    assert sums.dw1.any() and sums.dw2.any()
+    graph, _ = captured(lambda: engine.backward_dw(replace(pending), memory.targets))
+    memory.check()  # a capture adds nothing
+    engine.backward_dw(replace(pending), other.targets)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        memory.take(sums.dw1, sums.dw2)
