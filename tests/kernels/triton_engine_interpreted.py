@@ -14,15 +14,7 @@ from kernels.triton_interpreter import repair
 
 repair()
 
-from engine.fp8_layer import assert_same_bits, parameter_targets  # noqa: E402
-from engine.plain_layer import (  # noqa: E402
-    BF16,
-    E,
-    H,
-    I,
-    make_case,
-)
-from engine.plain_layer import run as run_on  # noqa: E402
+from engine.fp8_layer import PLAIN, Case, assert_same_bits  # noqa: E402
 from oracle.case import drawn  # noqa: E402
 from oracle.engines import broken_on_host, chosen_on_host  # noqa: E402
 from oracle.faces import ON_HOST, normal  # noqa: E402
@@ -34,12 +26,7 @@ from sonicmoe.engine.triton import TritonEngine  # noqa: E402
 from sonicmoe.layouts import WeightLayout  # noqa: E402
 
 OURS = TritonEngine()
-
-
-def run(case, targets=None):
-    return run_on(case, OURS, targets)
-
-
+CASE = Case(150, 72, 40)  # no tile divides these
 # Plain GEMMs add an adapter's part to z that is rounded, which passes a clamp now and then.
 BARS = {"none": {"db1": 8e-3, "else": 4e-3}, "beside": {"else": 2.0}}
 
@@ -62,12 +49,12 @@ def cases() -> int:
 
 def tiles() -> int:
     """Those of the other architectures, and a part of the GPU."""
-    wanted = run(make_case())
+    wanted = CASE.run(OURS)
     with_gpu("sm_90a", 1)
-    other = run(make_case())
+    other = CASE.run(OURS)
     assert all(torch.allclose(other[n], wanted[n], rtol=0.02, atol=0.02) for n in wanted)
     with_gpu("sm_80", 8)
-    assert_same_bits(run(make_case(gemm_num_sms=3)), wanted)
+    assert_same_bits(CASE.run(OURS, replace(PLAIN, gemm_num_sms=3)), wanted)
     with_gpu("sm_80", 1)
     return 2
 
@@ -78,30 +65,27 @@ def with_gpu(arch, multiprocessors):
 
 def targets() -> int:
     """Weight gradients in every layout: added to stacked and single matrices, and written."""
-    case = make_case(bias=False)
-    wanted = run(case)
-    pending = case.pending(OURS)
-    checked = 0
+    wanted, pending, checked = CASE.run(OURS), CASE.pending(OURS), 0
     for number in range(8):
         layout = WeightLayout(transposed=bool(number & 1), split_half=bool(number & 2))
         stacked = bool(number & 4)
         for mode, dtype in (
             (GradientMode.MAIN_GRAD, torch.float32),
-            (GradientMode.FRESH, BF16 if stacked else torch.float32),
+            (GradientMode.FRESH, torch.bfloat16 if stacked else torch.float32),
         ):
             found = targets_of(layout, mode, stacked, dtype)
             if mode is GradientMode.MAIN_GRAD:
-                assert OURS.problem_of(found, case.settings) is None
+                assert OURS.problem_of(found, PLAIN) is None
             OURS.backward_dw(replace(pending), found)  # which releases the copy's operands
             for name in ("dw1", "dw2"):
                 sums = wanted[name] + (1.0 if mode is GradientMode.MAIN_GRAD else 0.0)
                 assert torch.equal(found.sums(name), sums.to(dtype)), (layout, stacked, name)
             checked += 1
     layout = WeightLayout(split_half=True, apart=True)
-    found = targets_of(layout, GradientMode.FRESH, True, BF16)
+    found = targets_of(layout, GradientMode.FRESH, True, torch.bfloat16)
     OURS.backward_dw(replace(pending), found)
     for name in ("dw1", "dw2"):
-        assert torch.equal(found.sums(name), wanted[name].to(BF16)), (layout, name)
+        assert torch.equal(found.sums(name), wanted[name].to(torch.bfloat16)), (layout, name)
     return checked + 1
 
 
@@ -109,7 +93,7 @@ def targets_of(layout, mode, stacked, dtype):
     """Memory that holds ones where it is added to, and NaN where it is written."""
     fill = 1.0 if mode is GradientMode.MAIN_GRAD else float("nan")
     options = {"stacked": stacked, "fill": fill, "mode": mode, "dtype": dtype}
-    return parameter_targets((E, 2 * I, H, I), layout, **options)
+    return CASE.targets(layout, **options)
 
 
 CHECKS = {check.__name__: check for check in (cases, tiles, targets)}

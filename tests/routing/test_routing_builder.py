@@ -1,10 +1,9 @@
-"""`build_routing` against a naive builder, on every kind of input the routing contract calls
-ordinary. Repeats and strides are a law and an axis of tests/oracle.
+"""`build_routing` against a naive builder, on every kind of input the routing contract calls ordinary; and
+metadata of rows that lie in expert order: from counts alone, equal to that of the ids which the counts
+stand for. Repeats and strides are a law and an axis of tests/oracle.
 """
 
 from __future__ import annotations
-
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from routing.naive_builder import naive_routing
 
-from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
-from sonicmoe.routing.build import build_routing
+from sonicmoe.routing.build import build_routing, build_sorted_routing, num_rows_bound
 from sonicmoe.routing.metadata import RoutingMetadata
 
 DTYPES = {
@@ -40,7 +38,11 @@ def distinct_probs(indices, num_experts):
 def build(indices, probs, num_experts, counts=None, **options):
     """In fresh memory that is full of NaN, for which PyTorch has a switch."""
     given = tensor(indices), tensor(probs, torch.float32), num_experts, counts
-    with nullcontext() if IS_PADDLE else memory_full_of_nan("cpu"):
+    if IS_PADDLE:
+        return build_routing(*given, **options)
+    from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
+
+    with memory_full_of_nan("cpu"):
         return build_routing(*given, **options)
 
 
@@ -113,3 +115,49 @@ def test_counts_on_host_reads_the_tensor_when_the_builder_did_not_know():
     assert blind.counts_on_host() == (1, 0, 2)
     slices = [(0, 1, 128), (128, 0, 0), (128, 2, 128)]
     assert blind.expert_slices() == metadata.expert_slices() == slices
+
+
+# ---- rows in expert order ----
+
+
+def ids_of(counts, num_tokens):
+    """The expert of each row, one column; -1 beyond the sum."""
+    ids = np.full((num_tokens, 1), -1, np.int64)
+    named = np.repeat(np.arange(len(counts)), counts)
+    ids[: len(named), 0] = named
+    return ids
+
+
+@EXAMPLES
+@given(
+    st.lists(st.integers(0, 200), min_size=1, max_size=9),
+    st.integers(0, 300),
+    st.sampled_from([128, 256]),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+@example([0, 0, 0], 0, 128, torch.int64)
+@example([0, 128, 0, 129, 0], 0, 128, torch.int32)
+@example([0], 7, 128, torch.int64)
+def test_sorted_rows_equal_the_naive_builder(counts, beyond, alignment, dtype):
+    num_tokens = sum(counts) + beyond
+    probs = np.arange(1, num_tokens + 1, dtype=np.float32)
+    probs[sum(counts) :] = np.nan  # nobody reads the rows beyond
+    given = tensor(np.array(counts), dtype), num_tokens
+    for held, values in ((tensor(probs, torch.float32), probs), (None, np.ones_like(probs))):
+        found = build_sorted_routing(*given, held, alignment=alignment)
+        ids = ids_of(counts, num_tokens)
+        wanted = naive_routing(ids, values[:, None], len(counts), alignment)
+        assert_equals_naive(found, wanted)
+
+
+@pytest.mark.parametrize("on_host", [None, [3, 0, 130]])
+def test_sorted_rows_of_a_gpu(on_host):
+    """As many as any counts need, or as the counts on the host say."""
+    counts = tensor(np.array([3, 0, 130]), torch.int64)
+    routing = build_sorted_routing(counts, 140, tokens_per_expert=on_host, static_rows=True)
+    assert routing.num_rows == num_rows_bound(140, 3, 128, on_host)
+    exact = build_sorted_routing(counts, 140)
+    for name in exact.TENSOR_FIELDS:
+        longer, wanted = numpy(getattr(routing, name)), numpy(getattr(exact, name))
+        assert (longer[: len(wanted)] == wanted).all(), name
+        assert (longer[len(wanted) :] == (0 if name == "row_prob" else -1)).all(), name
