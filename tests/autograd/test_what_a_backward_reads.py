@@ -103,11 +103,13 @@ def case_scene(line, compiled=False):
     given["factors of adapters"] = [f for p in layer.pairs.values() for f in (p.a, p.b)]
     if case.face not in ROUTERS:
         given |= {"probabilities": [call.probs], "indices, or counts of rows": [call.indices]}
+    if case.arrivals == "x":
+        given["receiver `dx_to`"], given["tokens"] = given["tokens"], [layer.sent.codes]
+        given["scales of tokens in FP8"] = [layer.sent.scale_inv]
     if case.counts == "tensor":
         given["`tokens_per_expert`"] = [layer.tokens_per_expert]
-    leaves = [
-        t for name, held in given.items() for t in held if "per" not in name and "ind" not in name
-    ]
+    leaves = [call.leaf, call.probs, *layer.weights, *layer.biases]
+    leaves += [factor for pair in layer.pairs.values() for factor in (pair.a, pair.b)]
 
     def finish():
         call.backward()
@@ -116,42 +118,52 @@ def case_scene(line, compiled=False):
     return Scene({name: held for name, held in given.items() if held}, finish)
 
 
-def sorted_scene():
-    layer, problem = Layer(ONE_SLOT, config=FP8, arrangement="fused"), ONE_SLOT
-    biases = leaf(problem.b1), leaf(problem.b2)
-    pairs = (LowRank(*map(leaf, pair), 0.7) for pair in factors_of(problem))
-    adapters, x, probs = Adapters(*pairs), leaf(problem.x), leaf(problem.probs[:, 0])
+def sorted_scene(call):
+    """Rows in expert order. call: gives a function of them, their probabilities and counts, the weights,
+    what else is the caller's, and its adapters.
+    """
+    problem = ONE_SLOT
+    biases, x, probs = (
+        (leaf(problem.b1), leaf(problem.b2)),
+        leaf(problem.x),
+        leaf(problem.probs[:, 0]),
+    )
     counts = tensor(np.bincount(problem.indices[:, 0], minlength=4))
-    out = layer.node.forward_sorted(x, counts, probs, biases=biases, adapters=adapters)
+    run, weights, factors = call(biases)
+    out = run(x, counts, probs)
     given = {
         "tokens": [x], "probabilities": [probs], "indices, or counts of rows": [counts],
-        "weights": list(layer.weights), "biases": list(biases), "factors of adapters": list(adapters.factors),
+        "weights": weights, "biases": [*biases], "factors of adapters": factors,
     }  # fmt: skip
 
     def finish():
         out.backward(tensor(problem.dout, torch.float32))
-        return gradients([x, probs, *layer.weights, *biases, *adapters.factors])
+        return gradients([x, probs, *weights, *biases, *factors])
 
-    return Scene(given, finish)
+    return Scene({name: held for name, held in given.items() if held}, finish)
 
 
-def quantised_scene():
-    """Tokens that arrived in FP8."""
-    layer, tokens = Layer(WIDE, config=FP8, dtype=torch.bfloat16), quantised(WIDE.x)
-    dx_to = leaf(np.zeros(WIDE.x.shape), torch.bfloat16)
-    codes, scales = tokens.codes, tokens.scale_inv
-    out = layer.node(
-        codes, None, tensor(WIDE.indices), leaf(WIDE.probs), x_scale=scales, dx_to=dx_to
-    )
+def by_a_node(biases):
+    layer = Layer(ONE_SLOT, config=FP8, arrangement="fused")
+    adapters = Adapters(*(LowRank(*map(leaf, pair), 0.7) for pair in factors_of(ONE_SLOT)))
+    run = partial(layer.node.forward_sorted, biases=biases, adapters=adapters)
+    return run, list(layer.weights), list(adapters.factors)
 
-    def finish():
-        out.backward(tensor(WIDE.dout, torch.float32).to(torch.bfloat16))
-        return gradients([dx_to, *layer.weights])
 
-    return Scene(
-        {"tokens": [codes], "scales of tokens in FP8": [scales], "receiver `dx_to`": [dx_to]},
-        finish,
-    )
+def by_a_plan(fp8, biases):
+    """As torchtitan's experts pass them."""
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional.autograd import planned_mlp
+    from sonicmoe.layer.plan import make_plan, number_of
+
+    plan = make_plan(ActivationType.SWIGLU, WeightLayout(split_half=True), fp8)
+    arrays = (ONE_SLOT.up_gate, ONE_SLOT.down)
+    weights = [leaf(array.transpose(0, 2, 1).copy()) for array in arrays]
+
+    def run(x, counts, probs):
+        return planned_mlp(plan, number_of(plan), x, counts, probs, (*weights, *biases), None)
+
+    return run, weights, []
 
 
 def step_scene(fp8):
@@ -248,44 +260,19 @@ class Moving(LocalTransport):
         return x.clone()
 
 
-def planned_scene(fp8):
-    """Rows in expert order, as torchtitan's experts pass them."""
-    from sonicmoe.enums import ActivationType
-    from sonicmoe.functional.autograd import planned_mlp
-    from sonicmoe.layer.plan import make_plan, number_of
-
-    plan = make_plan(ActivationType.SWIGLU, WeightLayout(split_half=True), fp8)
-    x, probs = leaf(ONE_SLOT.x), leaf(ONE_SLOT.probs[:, 0])
-    counts = tensor(np.bincount(ONE_SLOT.indices[:, 0], minlength=4))
-    arrays = (ONE_SLOT.up_gate, ONE_SLOT.down)
-    weights = [leaf(array.transpose(0, 2, 1).copy()) for array in arrays]
-    biases = [leaf(ONE_SLOT.b1), leaf(ONE_SLOT.b2)]
-    out = planned_mlp(plan, number_of(plan), x, counts, probs, (*weights, *biases), None)
-    given = {
-        "tokens": [x], "probabilities": [probs], "indices, or counts of rows": [counts],
-        "weights": weights, "biases": biases,
-    }  # fmt: skip
-
-    def finish():
-        out.backward(tensor(ONE_SLOT.dout, torch.float32))
-        return gradients([x, probs, *weights, *biases])
-
-    return Scene(given, finish)
-
-
 AGAIN = "recompute_z=True"
 FP8_AGAIN = f"recipe=dx256 {AGAIN}"
 NODES = (
     *(f"arrangement=fused adapters=both counts=tensor {line}" for line in ("", "recipe=dx256", AGAIN, FP8_AGAIN)),
     "arrangement=native counts=tensor", "recipe=dx256 adapters=both counts=tensor",
+    "recipe=dx256 arrivals=x dtype=bfloat16 sizes=37x256x64x4x2",
     *(f"face=fleet dtype=bfloat16 arrangement=fused counts=tensor gradients=main_grad {line}"
       for line in ("", "recipe=dx256")),
 )  # fmt: skip
 FACES = {
     "node, PaddleFleet": {
         **{line: partial(case_scene, line) for line in NODES},
-        "sorted": sorted_scene,
-        "tokens in FP8": quantised_scene,
+        "sorted": partial(sorted_scene, by_a_node),
     },
     "steps of a schedule": {
         "forward_step": partial(step_scene, False),
@@ -313,8 +300,8 @@ OTHERS = [
 if not IS_PADDLE:
     FACES["PyTorch face"] = {
         **{line: partial(case_scene, line) for line in (*STACKED, *OTHERS)},
-        "sorted": partial(planned_scene, False),
-        "sorted, fp8": partial(planned_scene, True),
+        "sorted": partial(sorted_scene, partial(by_a_plan, False)),
+        "sorted, fp8": partial(sorted_scene, partial(by_a_plan, True)),
     }
     FACES["in a compiled graph"] = {
         line: partial(case_scene, line, compiled=True) for line in STACKED[:2]

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from functional.sharded_models import TopK, adapted, decoder, make_layer, whole
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
@@ -41,11 +42,7 @@ DEVICE = sys.argv[4] if len(sys.argv) > 4 else "cpu"
 
 
 def moe(experts: int = E, bias: bool = False, dtype: torch.dtype = BF16, seed: int = 0) -> MoE:
-    torch.manual_seed(seed)
-    made = MoE(experts, 2, H, I, "swiglu", bias, 0.2)
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return made.to(dtype)
+    return make_layer(H, I, experts=experts, bias=bias, seed=seed).to(dtype)
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -71,10 +68,6 @@ class Block(nn.Module):
     def run(self, x: torch.Tensor) -> torch.Tensor:
         out = self.moe(x, use_fp8=True) if isinstance(self.moe, MoE) else self.moe(x)
         return out[0] if isinstance(out, tuple) else out
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,34 +139,6 @@ class Way(NamedTuple):
     exact: bool = True
 
 
-class TopK(nn.Module):
-    """The functional API on parameters of a module's own; gate and up in turns, or in two tensors, or in
-    halves; options: of both calls that read them.
-    """
-
-    def __init__(self, apart: bool = False, **options: Any) -> None:
-        super().__init__()
-        layer = moe()
-        w1 = layer.c_fc.weight.detach()
-        self.router, self.down = layer.router.weight, layer.c_proj.weight
-        self.apart, self.options = apart, {"use_fp8": True, **options}
-        if options.get("concat_layout"):
-            self.fused = nn.Parameter(torch.cat([w1[:, ::2], w1[:, 1::2]], 1))
-        elif apart:
-            self.gate, self.up = (nn.Parameter(w1[:, i::2].contiguous()) for i in (0, 1))
-        else:
-            self.fused = layer.c_fc.weight
-
-    def names(self) -> Any:
-        return (("gate", "up") if self.apart else "fused"), "down"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        w1 = (self.gate, self.up) if self.apart else (self.fused,)
-        first = tuple(weight.permute(1, 2, 0) for weight in w1)
-        given = first if self.apart else first[0], None, self.down.permute(1, 2, 0), None, 2
-        return moe_TC_softmax_topk_layer(x, self.router, *given, **self.options)[0]
-
-
 def of_names(block: Any) -> int:
     return gather_codes(block.moe, weights=block.moe.names(), **block.moe.options)
 
@@ -223,43 +188,16 @@ def compiled(module: Any) -> None:
     module.moe.compile(backend="aot_eager" if DEVICE == "cpu" else "inductor")
 
 
-def lora(block: Any = None) -> nn.Module:
-    import peft
-
-    targets = ["moe.c_fc.weight", "moe.c_proj.weight"]
-    config = peft.LoraConfig(r=2, target_parameters=targets, init_lora_weights=False)
-    torch.manual_seed(1)
-    model = peft.get_peft_model(Block(moe()), config).base_model.model
-    return model.to(BF16)
+def lora() -> Any:
+    return adapted(Block(moe()), "moe.c_fc.weight", "moe.c_proj.weight").to(BF16)
 
 
-def decoder(family: str) -> nn.Module:
-    """Experts of transformers, with biases and fused matrices where the family has them."""
-    from integrations.hf_models import FAMILIES, build
-
-    from sonicmoe.integrations.transformers import register
-
-    register()
-    torch.manual_seed(0)
-    model = build(FAMILIES[family](1), "sonicmoe_fp8").to(BF16)
-    return Routed(model.model.layers[0].mlp.experts)
+def experts_of(family: str) -> Any:
+    return decoder(family, "sonicmoe_fp8").to(BF16)
 
 
-class Routed(nn.Module):
-    """Experts on a routing that is the same in every call."""
-
-    def __init__(self, experts: Any) -> None:
-        super().__init__()
-        self.moe = experts
-        torch.manual_seed(5)
-        for parameter in experts.parameters():
-            nn.init.normal_(parameter, std=0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        experts = self.moe.num_experts
-        x = x[:, : self.moe.hidden_dim if hasattr(self.moe, "hidden_dim") else self.moe.hidden_size]
-        ids = torch.arange(2 * len(x)).reshape(-1, 2) % experts
-        return self.moe(x, ids, torch.full(ids.shape, 0.5))
+def functional(apart: bool = False, **options: Any) -> Block:
+    return Block(TopK(moe(), apart, use_fp8=True, **options))
 
 
 HALVES: dict[str, Any] = {
@@ -281,12 +219,12 @@ WAYS = {
     "hybrid": Way(lambda: Block(moe()), hybrid),
     "on meta": Way(lambda: Block(moe(5)), on_meta, bytes=0.6),
     "assigned": Way(lambda: Block(moe(5)), assigned, bytes=0.6),
-    "functional": Way(lambda: Block(TopK()), each, of_names),
-    "gate and up apart": Way(lambda: Block(TopK(True)), each, of_names),
-    "halves, clamped": Way(lambda: Block(TopK(**HALVES)), each, of_names),
+    "functional": Way(functional, each, of_names),
+    "gate and up apart": Way(lambda: functional(True), each, of_names),
+    "halves, clamped": Way(lambda: functional(**HALVES), each, of_names),
     "LoRA": Way(lora, each, bytes=0.6),
-    "qwen3": Way(lambda: decoder("qwen3-moe"), each, gather_codes),
-    "gpt-oss": Way(lambda: decoder("gpt-oss"), each, gather_codes, bytes=0.7),
+    "qwen3": Way(lambda: experts_of("qwen3-moe"), each, gather_codes),
+    "gpt-oss": Way(lambda: experts_of("gpt-oss"), each, gather_codes, bytes=0.7),
     "values": Way(lambda: Block(moe()), each, lambda model: gather_codes(model, use_fp8=False), bytes=1.0),
 }  # fmt: skip
 
@@ -325,24 +263,6 @@ def sharded(layer: nn.Module, **options: Any) -> Any:
     gather_codes(block, use_fp8=True)
     each(block, **options)
     return block
-
-
-def check_alone(rank: int) -> None:
-    """Outputs and gradients are those of a layer that nobody sharded."""
-    for experts in (E, 5):
-        expected, block = Block(moe(experts, bias=True)), sharded(moe(experts, bias=True))
-        for step in range(2):
-            x = batch(step, rank).requires_grad_()
-            outputs = [model(x) for model in (expected, block)]
-            assert torch.equal(*outputs), experts
-            for out in outputs:
-                out.float().square().mean().backward()
-        for alone, mine in zip(expected.parameters(), block.parameters(), strict=True):
-            mean = alone.grad.float()
-            dist.all_reduce(mean)
-            torch.testing.assert_close(
-                whole(mine.grad).float(), mean / dist.get_world_size(), rtol=0.02, atol=1e-2
-            )
 
 
 def check_what_is_gathered(rank: int) -> None:
@@ -415,7 +335,7 @@ def check_frozen(rank: int) -> None:
         layer(x).float().square().mean().backward()
         return x.grad
 
-    models = [decoder(family).requires_grad_(False) for family in ("qwen3-moe", "gpt-oss")]
+    models = [experts_of(family).requires_grad_(False) for family in ("qwen3-moe", "gpt-oss")]
     for expected, options in itertools.product(models, ({}, {"mp_policy": MASTERS})):
         values, codes = copy.deepcopy(expected), copy.deepcopy(expected)
         freeze_experts(codes)
@@ -490,49 +410,33 @@ def _check_checkpoints(rank: int, folder: str) -> None:
 
 
 def check_refusals(rank: int) -> None:
-    """Each names what came and what is needed."""
-
-    def refused(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
+    """Of what is sharded; each names what came and what is needed. tests/refusals has the others."""
+    block, x = sharded(moe()), batch(0, rank)
+    along_rows = sharded(moe(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 3 else None)
+    weight = block.moe.c_fc.weight
+    on_meta = weight._local_tensor.to("meta")
+    block(x)
+    block.moe.unshard()
+    weights = block.moe.c_fc.weight, block.moe.c_proj.weight
+    block.moe.reshard()
+    w1, w2 = (weight.permute(1, 2, 0) for weight in weights)
+    freed = partial(moe_TC_softmax_topk_layer, x, moe().router.weight, w1, None, w2, None, 2)
+    calls: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (LayoutError, "needed: gather_codes before it", lambda: gather_codes(block)),
+        (LayoutError, "without CPUOffloadPolicy", lambda: on_meta.fsdp_pre_all_gather(weight.device_mesh)),
+        (LayoutError, "weight is sharded along another axis", lambda: along_rows(x)),
+        (LayoutError, "were freed, as FSDP2 does", lambda: freed(use_fp8=True)),
+        # This call leaves its codes gathered.
+        (ConfigError, "gathered codes of the experts for .*, and this call computes with engine 'reference', recipe None",
+         lambda: block.moe(x, use_fp8=False)),
+    ]  # fmt: skip
+    for error, words, call in calls:
         try:
             call()
         except error as found:
             assert re.search(words, str(found)), found
         else:
             raise AssertionError(words)
-
-    refused(
-        LayoutError,
-        "Linear has no MoE layer, and no experts",
-        lambda: gather_codes(nn.Linear(2, 2)),
-    )
-    refused(ConfigError, "use_fp8 is 1", lambda: gather_codes(moe(), use_fp8=1))  # type: ignore[arg-type]
-    named = TopK()
-    refused(
-        LayoutError,
-        "router.weight is no parameter",
-        lambda: gather_codes(named, weights=("fused", "router.weight")),
-    )
-    block = sharded(moe())
-    refused(LayoutError, "needed: gather_codes before it", lambda: gather_codes(block))
-    local = block.moe.c_fc.weight._local_tensor
-    mesh = block.moe.c_fc.weight.device_mesh
-    refused(
-        LayoutError, "without CPUOffloadPolicy", lambda: local.to("meta").fsdp_pre_all_gather(mesh)
-    )
-    along_rows = sharded(moe(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 3 else None)
-    words = "weight is sharded along another axis"
-    refused(LayoutError, words, lambda: along_rows(batch(0, rank)))
-    block(batch(0, rank))
-    words = "gathered codes of the experts for .*, and this call computes with engine 'reference', recipe None"
-    refused(ConfigError, words, lambda: block.moe(batch(0, rank), use_fp8=False))
-    block.moe.reshard()
-    block.moe.unshard()
-    weights = block.moe.c_fc.weight, block.moe.c_proj.weight
-    block.moe.reshard()
-    given = (weight.permute(1, 2, 0) for weight in weights)
-    router, (w1, w2) = moe().router.weight, given
-    layer = partial(moe_TC_softmax_topk_layer, batch(0, rank), router, w1, None, w2, None, 2)
-    refused(LayoutError, "were freed, as FSDP2 does", lambda: layer(use_fp8=True))
 
 
 def check_accelerate(rank: int) -> None:
@@ -542,7 +446,7 @@ def check_accelerate(rank: int) -> None:
 
     found = []
     for codes, efficient in ((False, False), (True, False), (True, True)):
-        model = decoder("qwen3-moe").to(BF16)
+        model = experts_of("qwen3-moe")
         if codes:
             gather_codes(model)
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -573,7 +477,6 @@ def check_accelerate(rank: int) -> None:
 
 
 CHECKS: dict[str, Callable[[int], None]] = {
-    "alone": check_alone,
     "what is gathered": check_what_is_gathered,
     "quantised once": check_quantised_once,
     "checkpoints": check_checkpoints,

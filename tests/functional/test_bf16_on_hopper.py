@@ -1,5 +1,5 @@
-"""The faces over engine `bf16` on Hopper, whose GEMMs are computed on the host: gradients are added or
-written where the caller has them. engine/test_oracle_on_host.py has all numbers.
+"""The faces over engine `bf16` on Hopper, whose GEMMs are computed on the host: whose memory a backward
+takes, and weights that are read where they lie. engine/test_oracle_on_host.py has all numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from sonicmoe.layouts import WeightLayout
 
 E, H, I, K, T = 4, 64, 40, 2, 50
 LAYOUTS = [WeightLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
-NAMES = "x", "probs", "w1", "w2", "b1", "b2"
 
 pytestmark = pytest.mark.parametrize("launches", [HOPPER], indirect=True)
 
@@ -70,14 +69,6 @@ def parameters(layout, bias=False):
     biases = [torch.randn(E, size, generator=generator) * 0.1 for size in (2 * I, H)]
     tensors = [*weights, *(biases if bias else (None, None))]
     return [None if t is None else torch.nn.Parameter(t.bfloat16()) for t in tensors]
-
-
-def assert_close(found, wanted):
-    for name, one, other in zip(NAMES, found, wanted, strict=False):
-        if one is not None:
-            assert one.dtype == other.dtype and one.shape == other.shape, name
-            error = float((one - other).float().norm() / other.float().norm())
-            assert error < 1e-2, (name, error)
 
 
 def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
@@ -161,31 +152,6 @@ def node_of(arrangement):
 
 
 @pytest.mark.parametrize("arrangement", ["native", "fused", "per_expert"])
-@pytest.mark.parametrize("main_grad", ["filled", "none"])
-def test_a_node_adds_to_main_grad_where_it_lies(on, arrangement, main_grad):
-    """Two micro-batches; where there is no memory yet, the first writes it."""
-
-    def step():
-        node, weights = node_of(arrangement)
-        for weight in weights:
-            weight.main_grad = torch.ones(weight.shape) if main_grad == "filled" else None
-        found = []
-        for seed in range(2):
-            x, indices, probs, dout = batch(seed)
-            node(x, None, indices, probs).backward(dout)
-            found = [x.grad, probs.grad]
-        node.step()
-        half = len(weights) // 2  # of the up-projections
-        return [*found, *(torch.cat([w.main_grad.flatten() for w in part])
-                          for part in (weights[:half], weights[half:]))]  # fmt: skip
-
-    found, targets = on(Bf16Engine(), step)
-    first = GradientMode.MAIN_GRAD if main_grad == "filled" else GradientMode.FRESH
-    assert targets == [first, GradientMode.MAIN_GRAD]
-    assert_close(found, on(ReferenceEngine(), step)[0])
-
-
-@pytest.mark.parametrize("arrangement", ["native", "fused", "per_expert"])
 def test_a_node_has_nothing_to_make_of_weights_that_were_written(
     on, arrangement, monkeypatch, weights_on_a_gpu
 ):
@@ -219,4 +185,4 @@ def test_a_node_has_nothing_to_make_of_weights_that_were_written(
         results.append(on(engine(), step)[0])
     assert len(looked) == 1
     for one, other in zip(*results, strict=True):
-        assert_close([one], [other])
+        assert one.dtype == other.dtype and (one - other).norm() < 1e-2 * other.norm()

@@ -18,18 +18,10 @@ from sonicmoe.quant.reference import quantize, transpose_storage
 pytestmark = pytest.mark.skipif(framework.IS_PADDLE, reason="the PyTorch face")
 WORKER = Path(__file__).with_name("coded_worker.py")
 WAYS = (
-    *("kept", "resharded", "uneven", "fewer", "masters", "checkpointed", "accumulated", "compiled"),
-    *(
-        "offloaded",
-        "on meta",
-        "assigned",
-        "functional",
-        "gate and up apart",
-        "halves, clamped",
-        "values",
-    ),
-)
-CHECKS = "alone", "what is gathered", "quantised once", "checkpoints", "refusals"
+    "kept", "resharded", "uneven", "fewer", "masters", "checkpointed", "accumulated", "compiled", "offloaded", "on meta",
+    "assigned", "functional", "gate and up apart", "halves, clamped", "values",
+)  # fmt: skip
+CHECKS = "what is gathered", "quantised once", "checkpoints", "refusals"
 # By the library that they need; all run in one world.
 MODELS = {
     "peft": ["LoRA"], "transformers": ["qwen3", "gpt-oss", "frozen"], "accelerate": ["accelerate"],

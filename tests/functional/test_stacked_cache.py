@@ -293,33 +293,14 @@ class TestWhoseTheyAre:
         assert codes() is None
 
 
-class TestBackward:
-    """A forward is outstanding while the weights change."""
-
-    @FACES
-    def test_over_overwritten_codes_is_refused(self, face, following, moe, x):
-        stale = face(moe, x).sum()
-        write(moe.c_fc.weight)
-        fresh = face(moe, x).sum()
-        with pytest.raises(RuntimeError, match="weights were modified by an inplace operation"):
-            stale.backward()
-        fresh.backward()
-
-    @pytest.mark.parametrize("follows", [True, False])
-    def test_before_the_next_forward_reads_the_codes_of_its_own(self, follows, request):
-        if follows:
-            request.getfixturevalue("following")
-        moe, (x, dout) = make_layer(bias=not follows), batch()
-        expected = run_layer(moe, x, dout, **FP8)[2]
-        out, _ = moe(x, **FP8)
-        with torch.no_grad():
-            for weight in (*moe.c_fc.parameters(), *moe.c_proj.parameters()):
-                weight.mul_(-1.5)
-        named = dict(moe.named_parameters())
-        found = torch.autograd.grad((out * dout).sum(), list(named.values()))
-        for name, gradient in zip(named, found, strict=True):
-            if name != "router.weight":  # which also gets the auxiliary loss's there
-                assert torch.equal(gradient, expected[name]), name
+@FACES
+def test_a_backward_over_overwritten_codes_is_refused(face, following, moe, x):
+    stale = face(moe, x).sum()
+    write(moe.c_fc.weight)
+    fresh = face(moe, x).sum()
+    with pytest.raises(RuntimeError, match="weights were modified by an inplace operation"):
+        stale.backward()
+    fresh.backward()
 
 
 @MODES

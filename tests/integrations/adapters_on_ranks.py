@@ -1,6 +1,6 @@
 """One of two ranks: trains adapters of peft on a model that FSDP2 shards, and compares them with those
 of one process that sees both ranks' batches. Then transformers' experts with biases, sharded, as
-functional/parallel_worker.py has the other faces; and frozen experts under expert parallelism.
+functional/parts_worker.py has the other faces; and frozen experts under expert parallelism.
 
 python adapters_on_ranks.py RANK STORE_FILE
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import peft
 import torch
 import torch.distributed as dist
-from functional.parallel_worker import FACES, E, H, I, check_results_written_in_place
+from functional.parts_worker import FACES, E, H, I, check_results_written_in_place
 from integrations.hf_models import FAMILIES, build, relative_rmse, text
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -234,7 +234,7 @@ class Node(Layer):
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
         given: dict[str, Any] = {"biases": tuple(self.biases) or None, "adapters": self.adapters}
         if self.case.arrivals in ("x", "both"):
-            sent = quantize_tokens(x.detach())
+            self.sent = sent = quantize_tokens(x.detach())
             x, given = sent.codes, given | {"x_scale": sent.scale_inv, "dx_to": x}
         if self.case.arrivals in ("dout", "both"):
             given["dout_source"] = Source(quantize_tokens(self.tensor(scene.dout).to(self.dtype)))

@@ -462,6 +462,10 @@ def written(moe, x):
     out.sum().backward()
 
 
+def gathered(model=None, **options):
+    gather_codes(make_layer() if model is None else model, **options)
+
+
 RANKS = r"^active adapters \['default'\] of weight have ranks \(r\) of 129 in all, above 128"
 ROWS += rows(
     frozen,
@@ -477,6 +481,12 @@ ROWS += rows(
     (ConfigError, "computes in BF16", {"use_fp8": False}),
     (TypeError, "w2 is Tensor, and the other weight is frozen", {"w2": "values"}),
     (ShapeError, "codes of 5 experts; needed: 3", {"experts": 3}),
+)
+ROWS += rows(
+    gathered,
+    (LayoutError, "Linear has no MoE layer, and no experts", {"model": torch.nn.Linear(2, 2)}),
+    (ConfigError, "use_fp8 is 1", {"use_fp8": 1}),
+    (LayoutError, "router.weight is no parameter", {"weights": ("router.weight", "c_proj.weight")}),
 )
 ROWS += scenes(
     (ShapeError, r"^down\.b has shape", with_short_factor),
