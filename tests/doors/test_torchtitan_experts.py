@@ -177,19 +177,27 @@ def test_each_half_keeps_its_initialiser():
     assert abs(float(gate.detach().std()) - 1) < 0.05 and (up == 0).all()
 
 
+def other(kind):
+    """A class that somebody has derived from a stock one."""
+
+    class Other(kind):
+        @dataclass(kw_only=True, slots=True)
+        class Config(kind.Config):
+            pass
+
+    return Other
+
+
 def test_a_dispatcher_that_does_more_is_used():
     """One that pads, for example, also where all experts are on this rank."""
-
-    class Padding(AllToAllTokenDispatcher):
-        @dataclass(kw_only=True, slots=True)
-        class Config(AllToAllTokenDispatcher.Config):
-            pass
 
     (_, ours), (given, dout) = pair(), batch()
     assert ours._is_local()
     wanted = run(ours, given, dout)
     ours.zero_grad()
-    ours.token_dispatcher = Padding.Config(num_experts=EXPERTS, top_k=TOPK).build()
+    ours.token_dispatcher = (
+        other(AllToAllTokenDispatcher).Config(num_experts=EXPERTS, top_k=TOPK).build()
+    )
     assert not ours._is_local()
     assert_close(run(ours, given, dout), wanted, 0.02)
 
@@ -221,31 +229,23 @@ def test_a_stock_dispatcher_is_replaced_and_takes_no_memory():
 
 
 def test_a_dispatcher_that_stays():
-    class Other(AllToAllTokenDispatcher):
-        @dataclass(kw_only=True, slots=True)
-        class Config(AllToAllTokenDispatcher.Config):
-            pass
-
-    experts, mesh = under_ranks(Other, 2)
+    own = other(AllToAllTokenDispatcher)
+    experts, mesh = under_ranks(own, 2)
     assert experts._group is None and experts.token_dispatcher.ep_mesh is mesh
     words = (
         "transport is .*'collective'.* with .*Other, which stays .* AllToAllTokenDispatcher or Min"
     )
     with pytest.raises(ConfigError, match=words):
-        under_ranks(Other, 2, transport={"kind": "collective"})
+        under_ranks(own, 2, transport={"kind": "collective"})
     experts, mesh = under_ranks(AllToAllTokenDispatcher, 2, transport=False)
     assert experts._group is None and experts.token_dispatcher.ep_mesh is mesh
 
 
 def test_other_classes_stay_and_overrides_are_idempotent(caplog):
-    class Other(GroupedExperts):
-        @dataclass(kw_only=True, slots=True)
-        class Config(GroupedExperts.Config):
-            pass
-
+    own = other(GroupedExperts)
     with caplog.at_level(logging.WARNING):
-        left = overridden(stock_config(Other)).experts
-    assert type(left.inner_experts) is Other.Config and type(left) is RoutedExperts.Config
+        left = overridden(stock_config(own)).experts
+    assert type(left.inner_experts) is own.Config and type(left) is RoutedExperts.Config
     assert sum("stay as they are" in line for line in caplog.messages) == 1
     once = overridden(stock_config()).experts
     assert (

@@ -25,37 +25,22 @@ COMMON = {
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def _deepseek(layers: int) -> DeepseekV3Config:
-    return DeepseekV3Config(
-        **COMMON, num_hidden_layers=layers + 1, first_k_dense_replace=1, moe_intermediate_size=40, n_routed_experts=8,
-        n_shared_experts=1, n_group=2, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=8,
-    )  # fmt: skip
+def _family(kind, dense=0, **own):
+    """Its configuration with so many layers of experts."""
+    return lambda layers: kind(**COMMON, num_hidden_layers=layers + dense, **own)
 
 
 FAMILIES = {
-    "qwen3-moe": lambda layers: Qwen3MoeConfig(
-        **COMMON,
-        num_hidden_layers=layers,
-        moe_intermediate_size=40,
-        num_experts=EXPERTS,
-        head_dim=8,
+    "qwen3-moe": _family(Qwen3MoeConfig, moe_intermediate_size=40, num_experts=EXPERTS, head_dim=8),
+    "mixtral": _family(MixtralConfig, num_local_experts=EXPERTS),
+    "olmoe": _family(OlmoeConfig, num_experts=EXPERTS),
+    "deepseek-v3": _family(
+        DeepseekV3Config, dense=1, first_k_dense_replace=1, moe_intermediate_size=40, n_routed_experts=8,
+        n_shared_experts=1, n_group=2, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8,
     ),
-    "mixtral": lambda layers: MixtralConfig(
-        **COMMON, num_hidden_layers=layers, num_local_experts=EXPERTS
-    ),
-    "olmoe": lambda layers: OlmoeConfig(**COMMON, num_hidden_layers=layers, num_experts=EXPERTS),
-    "deepseek-v3": _deepseek,
-    "gpt-oss": lambda layers: GptOssConfig(
-        **COMMON,
-        num_hidden_layers=layers,
-        num_local_experts=EXPERTS,
-        head_dim=8,
-        rope_parameters=PLAIN_ROPE,
-    ),
-}
-
-
+    "gpt-oss": _family(GptOssConfig, num_local_experts=EXPERTS, head_dim=8, rope_parameters=PLAIN_ROPE),
+}  # fmt: skip
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sonicmoe", "sonicmoe_fp8"])
 # Every family once, by turns in one of the implementations; test_transformers_models.py has the
 # numbers of all pairs.

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("registered")
 THREE = pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CODES = ("gate_up_proj", "down_proj")
+KIND = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
 
 
 def model_of(family: str, layers: int = 1, **sizes) -> torch.nn.Module:
@@ -42,13 +43,19 @@ def model_of(family: str, layers: int = 1, **sizes) -> torch.nn.Module:
         setattr(config, name, size)
     model = build(config, "sonicmoe_fp8")
     made = AutoModelForCausalLM.from_config(
-        model.config,
-        dtype=torch.bfloat16,
-        attn_implementation="eager",
-        experts_implementation="sonicmoe_fp8",
+        model.config, experts_implementation="sonicmoe_fp8", **KIND
     )
     made.load_state_dict(model.state_dict())
     return made.train()
+
+
+def frozen_from(directory):
+    """A checkpoint whose experts are frozen while it is loaded, and what that lost."""
+    with freezing_experts() as loaded:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, experts_implementation="sonicmoe_fp8", **KIND
+        )
+    return model.train(), loaded
 
 
 def experts_of(model):
@@ -148,7 +155,7 @@ def test_saved_loaded_copied_cast(family, tmp_path):
     assert all(state[key.replace("_e4m3", "_scale_inv")].dtype == torch.float32 for key in named)
     assert not any(key.endswith(CODES) for key in state)
     model.save_pretrained(tmp_path)
-    loaded = load_frozen(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").train()
+    loaded = load_frozen(tmp_path, **KIND).train()
     other = copy.deepcopy(model)
     empty_codes(other)
     assert step(other)[0] != wanted
@@ -244,19 +251,13 @@ def test_loads_a_bf16_checkpoint_weight_by_weight(family, tmp_path, monkeypatch)
     freeze_experts(model)
     before = step(model)[0]
     monkeypatch.setattr(frozen, "to_codes", counted)
-    with freezing_experts() as loaded:
-        found = AutoModelForCausalLM.from_pretrained(
-            tmp_path,
-            dtype=torch.bfloat16,
-            attn_implementation="eager",
-            experts_implementation="sonicmoe_fp8",
-        )
+    found, loaded = frozen_from(tmp_path)
     assert held == [1] * 6
     assert loaded.rounding.weights == frozen_bytes(found) - 4 * sum(
         t.numel() for n, t in found.named_parameters() if n.endswith("proj_scale")
     )
     assert 0 < loaded.rounding.error <= loaded.worst[1] < 0.03
-    assert step(found.train())[0] == before
+    assert step(found)[0] == before
 
 
 def rewritten(directory, change, quantization):
@@ -267,17 +268,6 @@ def rewritten(directory, change, quantization):
     (directory / "config.json").write_text(
         json.dumps({**config, "quantization_config": quantization})
     )
-
-
-def frozen_from(directory):
-    with freezing_experts() as loaded:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.bfloat16,
-            attn_implementation="eager",
-            experts_implementation="sonicmoe_fp8",
-        )
-    return model.train(), loaded
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
@@ -309,7 +299,7 @@ def test_takes_the_codes_of_an_fp8_checkpoint(family, tmp_path):
     assert loaded.worst[0].endswith("gate_up_proj") and 0.001 < loaded.worst[1] < 0.03
     assert abs(step(found)[0] - step(model)[0]) < 0.01 * step(model)[0]
     found.save_pretrained(tmp_path / "codes")
-    again = load_frozen(tmp_path / "codes", dtype=torch.bfloat16, attn_implementation="eager")
+    again = load_frozen(tmp_path / "codes", **KIND)
     assert step(again.train())[0] == step(found)[0]
 
 
@@ -340,7 +330,7 @@ def test_mxfp4_is_exact_where_its_exponents_are_near(spread, tmp_path):
         assert 0.1 < loaded.rounding.changed / loaded.rounding.weights < 0.9
         assert 0 < loaded.rounding.error < 1e-3
     plain = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
+        tmp_path, experts_implementation="eager", **KIND
     ).train()
     thaw_experts(found)
     for name in CODES:
