@@ -5,7 +5,7 @@ all of its part.
 from __future__ import annotations
 
 import pytest
-from small_run import first_steps
+from small_run import first_steps, run_program
 
 PROGRAM = """
 import json, sys
@@ -41,9 +41,9 @@ print(json.dumps(found))
 BOUNDS = {"fp32": (1e-5, 1e-5, 1e-4), "fp8": (1e-4, 1e-2, 1e-2)}
 
 
-@pytest.fixture
-def of_paddle(in_paddle):
-    return in_paddle("the Paddle learner", PROGRAM)
+@pytest.fixture(scope="module")
+def of_paddle(text, tmp_path_factory):
+    return run_program(PROGRAM, str(text), str(tmp_path_factory.mktemp("runs")))
 
 
 @pytest.mark.trained

@@ -14,7 +14,7 @@ import numpy as np
 import processes
 import pytest
 from ranks_worker import BATCH, SCENARIOS, run_scenario
-from small_run import SIZE_OPTIONS, write_text
+from small_run import SIZE_OPTIONS
 from worlds import (
     ROOT,
     TESTS,
@@ -39,11 +39,6 @@ FIRST_STEP, LATER, GRADIENT = 2e-6, 2e-5, 5e-6
 # Beside them Paddle's libraries instead of PyTorch's, as in test_ernie_paddle.py.
 PADDLE_FIRST_STEP, PADDLE_LATER, PADDLE_GRADIENT = 1e-5, 1e-4, 1e-4
 STOP_WITHIN_S = 60
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("corpus") / "text")
 
 
 @pytest.fixture(scope="module")

@@ -65,14 +65,13 @@ def test_the_deterministic_mode_is_the_callers_again(before, filled, monkeypatch
         return fused(*arguments, **options)
 
     monkeypatch.setattr(torch_attention.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(memory, "fill_uninitialized_memory", filled)
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    memory.fill_uninitialized_memory = filled
     try:
         results(repeatable_attention, torch.bfloat16)
         assert mode() == (*before, filled)
     finally:
         torch.use_deterministic_algorithms(False)
-        memory.fill_uninitialized_memory = True
     # Not merely a warning: the kernels read that as permission. Nobody pays for filled memory who
     # did not ask for it.
     assert seen == [(True, False, filled and before[0])] * 2

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_run import SIZES, run_config, write_text
+from small_run import SIZES, run_config
 
 from ernie_compat.checkpoint import CheckpointError, SavedRun, load_checkpoint
-from ernie_compat.corpus import load_corpus
 from ernie_compat.initial_weights import initial_weight
 from ernie_compat.trainer import (
     CHECKPOINT_NAME,
@@ -19,11 +18,6 @@ from ernie_compat.trainer import (
     TrainingError,
     baseline_for,
 )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return load_corpus([write_text(tmp_path_factory.mktemp("corpus") / "text")])
 
 
 def trained(config, corpus, directory):

@@ -248,7 +248,8 @@ def test_a_run_without_a_directory_has_a_new_one(text, tmp_path, monkeypatch):
     assert (made / "checkpoint.npz").exists()
 
 
-def test_a_resumed_run_finds_its_text_by_itself(run, text, monkeypatch):
+def test_a_resumed_run_finds_its_text_by_itself(run, tmp_path, monkeypatch):
+    text = write_text(tmp_path / "text")
     monkeypatch.chdir(text.parent)
     assert run.start("--data", text.name).exit_code == 0
     monkeypatch.chdir("/")
