@@ -11,9 +11,13 @@ from click.testing import CliRunner
 
 
 @pytest.fixture
-def run(monkeypatch):
-    """`run(name, *arguments)`: what a program printed, on a machine without a GPU."""
+def no_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture
+def run(no_gpu):
+    """`run(name, *arguments)`: what a program printed, on a machine without a GPU."""
 
     def invoke(name, *arguments, exit_code=0):
         main = importlib.import_module(name).main

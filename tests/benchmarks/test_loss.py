@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import lzma
-import time
 from pathlib import Path
 
 import loss
@@ -140,30 +139,6 @@ def test_the_emulation_is_the_engine_and_each_product_can_be_left_out(
     assert max(error(results("emulated"), engine)) < 1e-4
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_the_emulation_is_the_engine_and_never_compiles() -> None:
-    """At the sizes of a step, whose time is printed: rows do not depend on the routing."""
-    torch.manual_seed(0)
-    tokens, hidden, inner, experts = 8192, 2048, 1024, 16
-    x, dout = (torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(2))
-    probs, ids = torch.rand(tokens, experts, device="cuda").topk(8)
-    shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
-    weights = [torch.randn(shape, device="cuda") * shape[2] ** -0.5 for shape in shapes]
-    found = {}
-    for kind in ("fp8", "emulated"):
-        for _ in range(2):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            given = [t.detach().clone().requires_grad_() for t in (x, probs, *weights)]
-            out = loss_kinds.experts_of(kind)(given[0], ids, *given[1:])
-            found[kind] = [out.detach(), *torch.autograd.grad(out, given, dout)]
-            torch.cuda.synchronize()
-        print(f"{kind}: {1e3 * (time.perf_counter() - begin):.1f} ms of a layer")
-    for ours, engine in zip(found["emulated"], found["fp8"], strict=True):
-        assert ours.dtype == engine.dtype
-        assert (ours.float() - engine.float()).norm() < 0.04 * engine.float().norm()
-
-
 def test_no_byte_is_read_twice_and_none_that_is_held_out() -> None:
     text = Text(np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8), 1, "x")
     windows = [Windows(text, 17, 20, seed, "cpu") for seed in (0, 1)]
@@ -191,12 +166,8 @@ def test_the_windows_of_branches_do_not_overlap() -> None:
 
 
 def test_equal_files_are_read_once(tmp_path: Path) -> None:
-    for name, content in {
-        "a.py": "one",
-        "b.py": "one",
-        "c.txt": "no source",
-        "d.md": "two",
-    }.items():
+    files = {"a.py": "one", "b.py": "one", "c.txt": "no source", "d.md": "two"}
+    for name, content in files.items():
         (tmp_path / name).write_text(content)
     assert bytes(read_text([tmp_path]).data) == b"one\0two"
     assert bytes(read_text([tmp_path / "c.txt", tmp_path]).data) == b"no source\0one\0two"
@@ -335,15 +306,10 @@ def test_a_run_without_a_partner_is_no_figure(tmp_path: Path) -> None:
         (["--device", "cuda"], 1, "this needs a GPU, or --device cpu --preset tiny"),
     ],
 )
+@pytest.mark.usefixtures("no_gpu")
 def test_what_cannot_be_run_is_said(
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list,
-    code: int,
-    words: str,
+    text: Path, tmp_path: Path, arguments: list, code: int, words: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert words in branches(text, tmp_path / "out", *arguments, code=code)
 
 

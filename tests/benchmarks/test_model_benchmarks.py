@@ -13,6 +13,17 @@ pytest.importorskip("transformers", minversion="5.7")
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 
 
+@pytest.fixture
+def measured(run, tmp_path):
+    """`measured(program, *options)`: what it printed, and the figures of its file."""
+
+    def ran(program, *options):
+        said = run(program, "--quick", *options, "--json", tmp_path / "f.json")
+        return said, json.loads((tmp_path / "f.json").read_text())
+
+    return ran
+
+
 @pytest.mark.parametrize(
     ("title", "implementations"),
     [
@@ -20,16 +31,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `fun
         ("gpt-oss-20b", {"stock", "compiled", "bf16", "fp8"}),
     ],
 )
-def test_experts_of_real_models(run, tmp_path, title, implementations):
-    found = tmp_path / "f.json"
-    said = run("experts_bench", "--quick", "--only", title, "--rounds=1", "--json", found)
-    (row,) = json.loads(found.read_text())["rows"]
+def test_experts_of_real_models(run, measured, tmp_path, title, implementations):
+    said, figures = measured("experts_bench", "--only", title, "--rounds=1")
+    (row,) = figures["rows"]
     for mode in ("new", "kept4", "kept8", "frozen", "forward"):
         trained = mode not in ("frozen", "forward")
         assert set(row[mode]) == implementations - (set() if trained else {"node"})
         assert all(figures["wall"] > 0 and figures["host"] > 0 for figures in row[mode].values())
         assert f"| {mode}: wall |" in said and f"| {mode}: peak |" in said
-    assert said == run("experts_bench", "--show", found)
+    assert said == run("experts_bench", "--show", tmp_path / "f.json")
     gain = row["new"]["compiled"]["wall"] / row["new"]["bf16"]["wall"]
     assert f"| {row['new']['compiled']['wall']:.0f} | {gain:.2f}x |" in said
     for name, errors in row["errors"].items():
@@ -38,11 +48,10 @@ def test_experts_of_real_models(run, tmp_path, title, implementations):
         assert name != "fp8" or errors["out"] > 0.01, "nothing was quantised"
 
 
-def test_adapters_on_experts(run, tmp_path):
+def test_adapters_on_experts(run, measured, tmp_path):
     pytest.importorskip("peft", minversion="0.21")
-    found = tmp_path / "f.json"
-    said = run("adapters_bench", "--quick", "--rounds=1", "--rank=4", "--json", found)
-    (row,) = json.loads(found.read_text())["rows"]
+    said, figures = measured("adapters_bench", "--rounds=1", "--rank=4")
+    (row,) = figures["rows"]
     kinds = [
         f"{kind} {precision}"
         for precision in ("fp8", "bf16")
@@ -56,14 +65,12 @@ def test_adapters_on_experts(run, tmp_path):
     assert errors["lora bf16"] < 0.01 < errors["lora fp8"] < 0.1
     assert errors["lora fp8"] == errors["lora fp8, one order"] and 0.01 < errors["lora codes"] < 0.1
     assert max(errors["peft"], errors["peft compiled"]) < 0.01
-    assert said.endswith(run("adapters_bench", "--show", found))
+    assert said.endswith(run("adapters_bench", "--show", tmp_path / "f.json"))
     assert len(said.split("r = 4 |")[1].strip().splitlines()) == 2 + 10
 
 
-def test_steps_of_a_model(run, tmp_path):
-    found = tmp_path / "f.json"
-    said = run("model_step_bench", "--quick", "--rounds=1", "--checkpoint", "--json", found)
-    figures = json.loads(found.read_text())
+def test_steps_of_a_model(measured):
+    said, figures = measured("model_step_bench", "--rounds=1", "--checkpoint")
     assert set(figures["rows"]) == {"grouped_mm", "sonicmoe", "sonicmoe_fp8"}
     assert figures["checkpoint"] and not figures["compiled"]
     losses = [row["loss"] for row in figures["rows"].values()]
@@ -91,11 +98,9 @@ def test_steps_under_fsdp2(tmp_path):
     assert max(losses) - min(losses) < 0.1
 
 
-def test_models_with_frozen_experts(run, tmp_path):
+def test_models_with_frozen_experts(measured):
     pytest.importorskip("peft", minversion="0.21")
-    found = tmp_path / "f.json"
-    said = run("frozen_bench", "--quick", "--steps=3", "--rank=4", "--json", found)
-    figures = json.loads(found.read_text())
+    said, figures = measured("frozen_bench", "--steps=3", "--rank=4")
     assert [each["model"] for each in figures["models"]] == ["Qwen3-30B-A3B", "gpt-oss-120b"]
     for each in figures["models"]:
         assert each["step s"] > 0 and each["codes GiB"] > 0 and len(each["losses"]) == 4
