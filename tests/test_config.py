@@ -173,16 +173,11 @@ def test_activations_nest_and_end_with_their_block() -> None:
     outer, inner = SonicMoEConfig(save_z="e4m3"), SonicMoEConfig(save_z="bf16")
     with outer.activate() as entered:
         assert entered is outer
-        with inner.activate():
+        with pytest.raises(RuntimeError, match="inside"), inner.activate():
             assert current_config().save_z is ZCode.BF16
+            raise RuntimeError("inside")
         assert current_config().save_z is ZCode.E4M3
     assert current_config().save_z is ZCode.ADAPTIVE
-
-
-def test_activation_ends_when_the_block_raises() -> None:
-    with pytest.raises(RuntimeError, match="inside"), SonicMoEConfig(recompute_z=True).activate():
-        raise RuntimeError("inside")
-    assert current_config().recompute_z is False
 
 
 def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, set_flags: SetFlags) -> None:

@@ -11,7 +11,6 @@ import sys
 
 import kept
 import pytest
-import results
 from processes import ROOT, of_checkout
 
 from sonicmoe.jit import CompileCache
@@ -116,17 +115,6 @@ def test_kernels_are_due_where_their_artefacts_are_at_hand_or_those_of_another_s
     due.commit(kernel="2")
     due.commit(page="other words")
     assert due.reason() == "other kernels or tools passed on this machine before"
-
-
-def test_several_runs_end_in_the_words_of_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(results.FOLDER, str(tmp_path))
-    for stage, passed in (("one", 5), ("two", 7)):
-        monkeypatch.setenv(results.STAGE, stage)
-        results.write_down({"failed": 0, "passed": passed}, 2.5, ["NOT RUN here: more"])
-    assert results.main(str(tmp_path)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    wanted = ["NOT RUN here: more", "one: 5 passed in 2.50s", "two: 7 passed in 2.50s"]
-    assert lines == [*wanted, "12 passed in 2.50s"]
 
 
 def test_a_run_writes_down_how_it_ended(tmp_path):

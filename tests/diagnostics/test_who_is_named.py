@@ -17,46 +17,29 @@ from oracle.golden import scene_of
 from sonicmoe.engine.low_rank import NAMES_OF_FACTORS
 
 FACTORS = {name: f"computed from parameters that are not finite: adapters.{name}" for name in NAMES_OF_FACTORS}  # fmt: skip
-OF_NODE = {
-    "x": "input x at token",
-    "probs": "input probs = dispatched_probs at",
-    "w1": "input w1 = weight1 at expert 1",
-    "w2": "input w2 = weight2 at expert 1",
-    "b1": "input b1 = b1 at expert 1",
-    "b2": "input b2 = b2 at expert 1",
-    "dout": "input dout at token",
-    **FACTORS,
-}
-OF_STACKED = OF_NODE | {
-    "probs": "input probs = probs at",
-    "w1": "input w1 = w1 at expert 1",
-    "w2": "input w2 = w2 at expert 1",
-}
-OF_MOE = OF_STACKED | {
-    "x": "input x = hidden_states at token",
-    "w1": "input w1 = c_fc.weight at expert 1",
-    "w2": "input w2 = c_proj.weight at expert 1",
-    "b1": "input b1 = c_fc.bias at expert 1",
-    "b2": "input b2 = c_proj.bias at expert 1",
-    "dout": "input dout = the gradient of output at token",
-}
-del OF_MOE["probs"]  # it computes them by itself
-OF_TRANSFORMERS = {
-    "x": "input x = hidden_states at token",
-    "probs": "input probs = top_k_weights at",
-    "w1": "input w1 = gate_up_proj at expert 1",
-    "w2": "input w2 = down_proj at expert 1",
-    "b1": "input b1 = gate_up_proj_bias at expert 1",
-    "b2": "input b2 = down_proj_bias at expert 1",
-    "dout": "input dout at token",
-}
-OF_FLEET = {
-    "x": "input x = hidden_states at token",
-    "probs": "input probs = topk_scores at",
-    "w1": "input w1 = w1 at expert 1",
-    "w2": "input w2 = w2 at expert 1",
-    "dout": "input dout at token",
-}
+
+
+def called(x="", dout="", probs="", **parameters):
+    """Operands of a face, and the words with which a finding in each begins: the face's own name for it,
+    where it has one.
+    """
+    words = {name: f"input {name} = {own} at expert 1" for name, own in parameters.items()}
+    for name, own in (("x", x), ("dout", dout)):
+        words[name] = f"input {name}{' = ' if own else ''}{own} at token"
+    return words | ({"probs": f"input probs = {probs} at"} if probs else {})
+
+
+BIASES = {"b1": "b1", "b2": "b2"}
+OF_NODE = called(probs="dispatched_probs", w1="weight1", w2="weight2", **BIASES) | FACTORS
+OF_STACKED = called(probs="probs", w1="w1", w2="w2", **BIASES) | FACTORS
+OF_MOE = FACTORS | called(  # which computes probabilities by itself
+    "hidden_states", "the gradient of output", w1="c_fc.weight", w2="c_proj.weight", b1="c_fc.bias", b2="c_proj.bias"
+)  # fmt: skip
+OF_TRANSFORMERS = called(
+    "hidden_states", "", "top_k_weights", w1="gate_up_proj", w2="down_proj", b1="gate_up_proj_bias",
+    b2="down_proj_bias",
+)  # fmt: skip
+OF_FLEET = called("hidden_states", "", "topk_scores", w1="w1", w2="w2")
 
 
 def with_a_nan(scene, name):
