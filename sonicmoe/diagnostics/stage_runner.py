@@ -28,49 +28,41 @@ Tensor = torch.Tensor
 
 @dataclass(eq=False)
 class StageRun:
-    """Stage tensors of one run by name, routing tensors apart.
+    """Stage tensors of one run by name, routing tensors apart: a listener that keeps a host copy of
+    everything shown once. What an engine taps beats what its seam returns.
 
+    forced: values of another run by stage, with which the engine goes on. So every stage that is kept
+        is computed from the inputs which that run had for it.
     error: the exception that ended the run early, None where none did.
     """
 
     engine: str
+    forced: Mapping[str, Array]
     stages: dict[str, StageValue] = field(default_factory=dict)
     routing: dict[str, Array] = field(default_factory=dict)
     error: str | None = None
-
-
-class Recorder:
-    """A listener that keeps a host copy of everything shown once; what an engine taps beats what
-    its seam returns.
-
-    forced: values of another run by stage, with which the engine goes on. So every stage that is kept
-        is computed from the inputs which that run had for it.
-    """
-
-    def __init__(self, engine: str, forced: Mapping[str, Array]) -> None:
-        self.run, self._forced = StageRun(engine), forced
 
     def __call__(self, name: str, value: Any) -> Any:
         """Keep `value`; return it, or what is forced in its place."""
         if isinstance(value, RoutingMetadata):
             # The routing contract says every value of these tensors, so they are compared exactly
             # and apart from the stages.
-            self.run.routing = {
+            self.routing = {
                 field: to_numpy(getattr(value, field)) for field in RoutingMetadata.TENSOR_FIELDS
             }
         elif isinstance(value, BlockScaledTensor):
             # Statistics of code use are about logical rows, so token-major codes are turned round.
             codes = to_numpy(value.codes.to(torch.float32))
             codes = codes if value.orientation is Orientation.ROWS else codes.swapaxes(-1, -2)
-            self.run.stages[name] = StageValue(to_numpy(dequantize(value)), codes, value.code.max)
+            self.stages[name] = StageValue(to_numpy(dequantize(value)), codes, value.code.max)
         else:
-            self.run.stages[name] = StageValue(to_numpy(value))
-        forced = self._forced.get(name)
+            self.stages[name] = StageValue(to_numpy(value))
+        forced = self.forced.get(name)
         return value if forced is None else _in_place_of(value, forced)
 
     def at_seam(self, name: str, value: Any) -> None:
         """Show a value that an engine has returned, unless its own tap has shown that stage."""
-        if value is not None and name not in self.run.stages:
+        if value is not None and name not in self.stages:
             tap(name, value)
 
 
@@ -101,14 +93,14 @@ def run_stages(
         forced: values by stage that the engine goes on with instead of its own. Nobody else listens
             to such a run: a listener may have changed the run that the values are from.
     """
-    recorder = Recorder(engine.name, forced or {})
+    run = StageRun(engine.name, forced or {})
     try:
         # The listener is process-wide, so no other engine may run meanwhile.
-        with plain_ops(), listening(recorder, alone=forced is not None):
-            run_step(step, engine, device, recorder.at_seam)
+        with plain_ops(), listening(run, alone=forced is not None):
+            run_step(step, engine, device, run.at_seam)
     except Exception as error:
-        recorder.run.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return recorder.run
+        run.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return run
 
 
 def run_step(

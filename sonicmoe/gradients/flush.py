@@ -71,7 +71,7 @@ def flush_native(
                 for memory in over:
                     memory.zero_()
                 if kernel is not None and found is not None:
-                    return launch_flush(kernel, found, layer, native)
+                    return launch_flush(kernel, found, layer, parameters, native)
                 every = _arranged(layer, parameters, trained, native, through_autograd)
                 if not through_autograd:
                     return _add_one_by_one(every)
@@ -227,40 +227,6 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
 # ---- one launch ----
 
 
-class FlushDestination(NamedTuple):
-    """The memory that a parameter's gradient goes to.
-
-    tensor: the memory, in the parameter's shape.
-    is_fresh: the memory holds nothing yet, so the gradient is written; otherwise it is added.
-    attribute: the attribute of the parameter that fresh memory becomes once it is written; empty
-        where autograd gets it instead.
-    """
-
-    parameter: Tensor
-    tensor: Tensor
-    is_fresh: bool
-    attribute: str
-
-    @classmethod
-    def of(cls, parameter: Tensor, through_autograd: bool, device: Any) -> FlushDestination:
-        """`main_grad` of a parameter that has the attribute, else `.grad`, or fresh memory that
-        autograd accumulates there. Fresh memory is on `device`, because a parameter that was freed
-        has no device to ask.
-        """
-        # The presence of the attribute decides and not its value: a framework that sets `main_grad
-        # = None` wants an fp32 gradient there.
-        attribute = "main_grad" if hasattr(parameter, "main_grad") else "grad"
-        dtype = torch.float32 if attribute == "main_grad" else parameter.dtype
-        if attribute == "grad" and through_autograd:
-            held, attribute = None, ""
-        else:
-            held = getattr(parameter, attribute)
-        if held is not None:
-            return cls(parameter, held, False, attribute)
-        made = torch.empty(tuple(parameter.shape), dtype=dtype, device=device)
-        return cls(parameter, made, True, attribute)
-
-
 def _is_one_launch(layer: ExpertParameters, parameters: Sequence[Tensor]) -> bool:
     """Whether the kernel knows the layouts, of which it takes one for both projections, and no two
     experts share a parameter: blocks of the kernel run in any order, and two that add to one address
@@ -273,20 +239,39 @@ def _is_one_launch(layer: ExpertParameters, parameters: Sequence[Tensor]) -> boo
     return all(layer.destined(*place) == layer.layout for place in enumerate(parameters))
 
 
+class Destinations(NamedTuple):
+    """The memory that each parameter's gradient goes to, in the parameter's shape; None for frozen ones,
+    which keep their place, because the kernel finds an expert by its position.
+
+    fresh: by position, memory that holds nothing yet, so that the gradient is written and not added; and
+        the attribute of the parameter that it becomes, empty where autograd gets it.
+    """
+
+    tensors: list[Tensor | None]
+    fresh: dict[int, str]
+
+
 def _destinations_of(
     parameters: Sequence[Tensor], trained: Sequence[bool], like: Tensor, through_autograd: bool
-) -> list[FlushDestination | None] | None:
-    """One for each parameter, None for frozen ones; None where the kernel cannot serve them together:
-    where one is strided, of a dtype that it does not know or on another device than `like`, or
-    overlaps another.
+) -> Destinations | None:
+    """`main_grad` of each parameter that has the attribute, else `.grad`, or memory that autograd
+    accumulates there. None where the kernel cannot serve them together: where one is strided, of a dtype
+    that it does not know or on another device than `like`, or overlaps another.
     """
-    # Frozen parameters keep their place in the list with None, because the kernel finds an expert
-    # by its position.
-    found = [
-        FlushDestination.of(parameter, through_autograd, like.device) if wanted else None
-        for parameter, wanted in zip(parameters, trained, strict=True)
-    ]
-    device, tensors = device_name(like), [each.tensor for each in found if each is not None]
+    found = Destinations([], {})
+    for index, (parameter, wanted) in enumerate(zip(parameters, trained, strict=True)):
+        # The presence of the attribute decides and not its value: a framework that sets `main_grad
+        # = None` wants an fp32 gradient there.
+        is_main = hasattr(parameter, "main_grad")
+        attribute = "main_grad" if is_main else "" if through_autograd else "grad"
+        held = getattr(parameter, attribute) if wanted and attribute else None
+        if wanted and held is None:
+            dtype = torch.float32 if is_main else parameter.dtype
+            # On the device of `like`, because a parameter that was freed has no device to ask.
+            held = torch.empty(tuple(parameter.shape), dtype=dtype, device=like.device)
+            found.fresh[index] = attribute
+        found.tensors.append(held)
+    device, tensors = device_name(like), [each for each in found.tensors if each is not None]
     for tensor in tensors:
         is_known = tensor.dtype in FLUSHED_DTYPES and device_name(tensor) == device
         if not is_known or not tensor.is_contiguous():
@@ -297,27 +282,25 @@ def _destinations_of(
 
 def launch_flush(
     kernel: Any,
-    found: Sequence[FlushDestination | None],
+    found: Destinations,
     layer: ExpertParameters,
+    parameters: Sequence[Tensor],
     native: GradientTargets,
 ) -> list[Tensor | None]:
     """Flush the native buffer to every destination and zero it, in one launch. Binds fresh memory,
     and returns what autograd is to accumulate.
     """
-    tensors = [None if destination is None else destination.tensor for destination in found]
-    fresh = [destination is not None and destination.is_fresh for destination in found]
+    tensors, layout = found.tensors, layer.layout
+    fresh = [index in found.fresh for index in range(len(tensors))]
     # They lie as their parameters do, which is what fresh memory does.
-    table, layout = (
-        flush_table(kernel, layer.targets(tensors, GradientMode.FRESH), fresh),
-        layer.layout,
-    )
+    table = flush_table(kernel, layer.targets(tensors, GradientMode.FRESH), fresh)
     where = layout.transposed, layout.split_half
     kernel.flush_gradients(native.dw1, native.dw2, table, *where, current_stream(native.dw1))
     # The launch came first: if it raises, no parameter may hold memory that nobody has written.
-    for destination in found:
-        if destination is not None and destination.is_fresh and destination.attribute:
-            setattr(destination.parameter, destination.attribute, destination.tensor)
-    return [d.tensor if d is not None and not d.attribute else None for d in found]
+    for index, attribute in found.fresh.items():
+        if attribute:
+            setattr(parameters[index], attribute, tensors[index])
+    return [each if found.fresh.get(index) == "" else None for index, each in enumerate(tensors)]
 
 
 def flush_table(kernel: Any, targets: GradientTargets, fresh: Sequence[bool]) -> list[int]:
