@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from numerics_baselines import BASELINES, Baseline, Dispatch
 from numerics_cases import DATA_KINDS, LONE_OUTLIERS, load_case, make_case
 
-from sonicmoe.cli.activation import activation_options
-from sonicmoe.cli.framework import framework_option, load_framework
+from sonicmoe.cli.options import activation_options, framework_option, load_framework
 from sonicmoe.cli.refusals import Location, OneLineCommand
 from sonicmoe.cli.screen import Activity, print_table
 from sonicmoe.cli.verify import size_options

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from sonicmoe.cli.framework import AUTO_HELP, CHOICES, choice_line
+from sonicmoe.cli.options import AUTO_HELP, CHOICES, choice_line
 from sonicmoe.cli.refusals import Location, OneLineCommand, drop_unwritable
 from sonicmoe.cli.screen import Activity, progress_console, say_duration
 from sonicmoe.config import current_config

@@ -17,7 +17,7 @@ from ..bench.shapes import MOST, REFERENCE, SHAPES, SMALL, Shape
 from ..enums import EngineName
 from ..errors import ConfigError, ShapeError, expect
 from ..host import require_memory
-from .framework import load_framework
+from .options import load_framework
 from .refusals import Location, OneLineCommand, Seconds, refuse_beside
 from .screen import Activity, print_table
 

@@ -11,7 +11,7 @@ import click
 
 from ..diagnostics.step_dump import StepSettings, load_dump
 from ..enums import EngineName
-from .framework import framework_option, load_framework
+from .options import framework_option, load_framework
 from .refusals import Location, OneLineCommand
 from .screen import Activity, print_table
 

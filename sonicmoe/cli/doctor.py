@@ -22,7 +22,7 @@ from ..diagnostics.doctor import (
     look_around,
 )
 from ..diagnostics.json_data import plain
-from .framework import framework_option
+from .options import framework_option
 from .refusals import OneLineCommand
 from .screen import Activity, WordConsole
 

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from ..diagnostics.cases import VERIFIED, CaseSizes
 from ..engine.capabilities import REFERENCE
-from .activation import activation_options
-from .framework import load_framework
+from .options import activation_options, load_framework
 from .refusals import OneLineCommand
 from .screen import Activity, print_table
 

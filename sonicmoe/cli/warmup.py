@@ -24,7 +24,7 @@ from ..jit.pack import read_pack, refusal, unpack, write_pack
 from ..jit.parallel import BUILT, CACHED, FAILED, MISSING, KernelOutcome
 from ..jit.plan import BOTH, DTYPES, PRECISIONS, ModelSpec, WarmUpPlan
 from ..jit.warmup import WarmUpReport, check, warm_up
-from .activation import activation_options
+from .options import activation_options
 from .refusals import FailureLine, Location, OneLineCommand, refuse_beside
 from .screen import Activity, WordConsole
 

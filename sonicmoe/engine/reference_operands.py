@@ -58,18 +58,6 @@ def operand(values: Tensor, name: str, settings: EngineSettings, dtype: torch.dt
     )
 
 
-def _wgrad_operand(
-    values: Tensor, name: str, settings: EngineSettings, dtype: torch.dtype
-) -> Tensor:
-    """Like `operand`, for `[R, C]` operands of wgrad, which may stay unquantised under a recipe
-    (`fp8_wgrad=False`).
-    """
-    # Without a recipe `operand` rounds to the dtype of the tokens.
-    return operand(
-        values, name, settings if settings.fp8_wgrad else replace(settings, recipe=None), dtype
-    )
-
-
 def wgrad_operands(
     tokens: tuple[str, Tokens],
     rows: tuple[str, Tensor],
@@ -84,9 +72,11 @@ def wgrad_operands(
     # Gathered first, then quantised: blocks of wgrad run along the rows, which only exist after the
     # gather. Tokens that were quantised for their rows are so quantised again: rounded twice.
     gathered = gather_rows(values_of(given), routing)
+    # They may stay unquantised under a recipe; without one `operand` rounds to the dtype of the tokens.
+    own = settings if settings.fp8_wgrad else replace(settings, recipe=None)
     return (
-        _wgrad_operand(gathered, f"wgrad_{token_name}", settings, dtype),
-        _wgrad_operand(beside, f"wgrad_{row_name}", settings, dtype),
+        operand(gathered, f"wgrad_{token_name}", own, dtype),
+        operand(beside, f"wgrad_{row_name}", own, dtype),
     )
 
 

@@ -19,7 +19,6 @@ from .blackwell.mxfp8 import Mxfp8Engine
 from .capabilities import (
     HOST,
     RECORDS,
-    EngineRecord,
     format_problem,
     lost_on_gpus,
     missing_tool,
@@ -169,7 +168,9 @@ def _automatic(device: str, arch: str, workload: Workload | None) -> EngineChoic
         return EngineChoice(ReferenceEngine(), f"no GPU: {plain}", on_gpus=lost)
     name, problems = _first_able(device, arch, workload, fp8)
     if name is not None:
-        why = f"{problems};" if problems else f"{_gpu(arch, RECORDS[name])}:"
+        architecture = RECORDS[name].architecture(arch)
+        assert architecture is not None
+        why = f"{problems};" if problems else f"a {architecture.generation} GPU:"
         reason = f"{why} {RECORDS[name].gemms}"
         return EngineChoice(ENGINES[name](), reason, falls_back=bool(problems))
     if workload is not None and fp8:
@@ -202,13 +203,6 @@ def _first_able(
             if record.architecture(arch) is not None:
                 made_for_it.append(problems[-1])
     return None, "; ".join(problems)
-
-
-def _gpu(arch: str, record: EngineRecord) -> str:
-    """ "a Hopper GPU", for the log line."""
-    architecture = record.architecture(arch)
-    assert architecture is not None
-    return f"a {architecture.generation} GPU"
 
 
 def _emulation(workload: Workload | None) -> str:

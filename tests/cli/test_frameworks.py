@@ -7,8 +7,8 @@ import click
 import pytest
 
 from sonicmoe import frameworks
-from sonicmoe.cli.framework import CHOICES, choice_line
 from sonicmoe.cli.main import main
+from sonicmoe.cli.options import CHOICES, choice_line
 from sonicmoe.errors import FrameworkError
 from sonicmoe.frameworks import RULE, FrameworkChoice, FrameworkMissingError, choose, load
 from sonicmoe.host import install_hint
