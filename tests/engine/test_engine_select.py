@@ -74,24 +74,29 @@ def test_an_engine_that_cannot_run_on_a_cpu_is_refused_by_name(requested):
     assert "reference" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arch", "gpu"),
-    [
-        ("sm_100a", "Blackwell"),
-        ("sm_103a", "Blackwell Ultra"),
-        ("sm_120a", "Blackwell RTX"),
-        ("sm_121a", "Blackwell GB10"),
-    ],
-)
-def test_blackwell_runs_the_bf16_engine_and_says_that_it_has_no_fp8(arch, gpu, machine):
+GROUPED, TRITON_GEMMS = "grouped GEMMs in the dtype of the tokens", "grouped GEMMs in Triton"
+OTHER_GPUS = {
+    "sm_100a": ("bf16", f"a Blackwell GPU: {GROUPED}"),
+    "sm_103a": ("bf16", f"a Blackwell Ultra GPU: {GROUPED}"),
+    "sm_120a": ("bf16", f"a Blackwell RTX GPU: {GROUPED}"),
+    "sm_121a": ("bf16", f"a Blackwell GB10 GPU: {GROUPED}"),
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89"), ("triton", TRITON_GEMMS)),
+}
+
+
+@pytest.mark.parametrize("arch", OTHER_GPUS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_gpus_run_another_engine_and_say_that_it_has_no_fp8(machine, arch, dtype):
     machine(arch)
-    plain = choose_engine("cuda:0", workload=PLAIN)
-    assert plain.engine.name == "bf16" and not plain.falls_back
-    assert plain.reason == f"a {gpu} GPU: grouped GEMMs in the dtype of the tokens"
-    fp8 = choose_engine("cuda:0", workload=WORKLOAD)
-    assert fp8.engine.name == "bf16" and fp8.falls_back and fp8.settings.recipe is None
-    assert fp8.reason.startswith(f"not hopper: the architecture is {arch}, and its kernels are for")
-    with pytest.raises(EngineUnavailableError, match=f"the architecture is {arch}"):
+    name, words = OTHER_GPUS[arch]
+    choice = choose_engine("cuda:0", workload=replace(PLAIN, dtype=dtype))
+    assert choice.engine.name == name and not choice.falls_back
+    assert choice.reason.startswith("a") and choice.reason.endswith(words)
+    fp8 = choose_engine("cuda:0", workload=replace(WORKLOAD, dtype=dtype))
+    assert fp8.engine.name == name and fp8.falls_back and fp8.settings == replace(FP8, recipe=None)
+    why = f"the architecture is {arch}, and its kernels are for sm_90a"
+    assert fp8.reason.startswith(f"not hopper: {why}")
+    with pytest.raises(EngineUnavailableError, match=why):
         choose_engine("cuda:0", EngineName.HOPPER, WORKLOAD)
 
 
@@ -115,8 +120,8 @@ class TestOnHopper:
     @pytest.mark.parametrize(
         ("absent", "engine", "how"),
         [
-            ((), "bf16", "grouped GEMMs in the dtype of the tokens"),
-            (("quack",), "triton", "grouped GEMMs in Triton"),
+            ((), "bf16", GROUPED),
+            (("quack",), "triton", TRITON_GEMMS),
             (("quack", "triton"), "reference", None),
         ],
         ids=["complete", "without quack", "without quack and Triton"],
@@ -134,18 +139,6 @@ class TestOnHopper:
             assert choice.engine.name == engine
             assert choice.reason.endswith(f"{how}, without FP8")
             assert choice.settings == replace(workload.settings, recipe=None)
-
-    @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_gpus_before_hopper_run_the_triton_engine(self, machine, arch, dtype):
-        machine(arch)
-        choice = choose_engine("cuda:0", workload=replace(PLAIN, dtype=dtype))
-        assert choice.engine.name == "triton" and not choice.falls_back
-        assert choice.reason.startswith("a") and choice.reason.endswith("GEMMs in Triton")
-        fp8 = choose_engine("cuda:0", workload=replace(WORKLOAD, dtype=dtype))
-        assert fp8.falls_back and fp8.engine.name == "triton"
-        assert f"the architecture is {arch}, and its kernels are for sm_90a" in fp8.reason
-        assert fp8.settings == replace(FP8, recipe=None)
 
     @pytest.mark.parametrize("activation", ActivationType, ids=lambda member: member.value)
     @pytest.mark.parametrize("recipe", [None, RECIPES["dx256"]], ids=["plain", "fp8"])

@@ -3,6 +3,7 @@ and its properties.
 """
 
 import math
+import operator
 
 import naive_quantizer as naive
 import numpy as np
@@ -206,6 +207,9 @@ def test_transposing_storage_moves_bytes_only(block, code, scale_format):
     turned = as_fp32(q.scale_inv).transpose(0, 2, 1)
     np.testing.assert_array_equal(as_fp32(flipped.scale_inv), turned)
     np.testing.assert_array_equal(bits(as_fp32(dequantize(flipped))), bits(as_fp32(dequantize(q))))
+    for whole in (q, flipped):  # a batch is indexed by matrix
+        assert whole[1].shape == (130, 300) and whole[1].orientation is whole.orientation
+        np.testing.assert_array_equal(as_fp32(dequantize(whole[1])), as_fp32(dequantize(q))[1])
     back = transpose_storage(flipped)
     assert back.orientation is Orientation.ROWS
     np.testing.assert_array_equal(code_bits(back), code_bits(q))
@@ -217,6 +221,19 @@ def test_empty_tensors_quantize_to_empty_ones(shape, code):
     q = quantize(tensor(np.zeros(shape, np.float32)), iso(128), code)
     assert q.shape == shape
     assert tuple(dequantize(q).shape) == shape
+
+
+@pytest.mark.parametrize(
+    "operation", [operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul]
+)
+@pytest.mark.parametrize("code", list(Code))
+def test_codes_are_no_numbers(operation, code):
+    """Nobody computes with their bytes, on either side."""
+    plain = tensor(np.ones((128, 128), np.float32))
+    q = quantize(plain, BlockShape(1, 128), code)
+    for left, right in ((q, plain), (plain, q), (q, q), (q, 2.0)):
+        with pytest.raises((TypeError, ValueError)):
+            operation(left, right)
 
 
 any_float = st.floats(width=32)

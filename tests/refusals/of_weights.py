@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 from engine.moe_golden import FP8, MODES, PLAIN, make_problem, set_up
 from framework import IS_PADDLE, parameter, tensor, torch
-from quant.test_format import E4M3, INT8, ONE, ROW_128, SHAPES, plain, scale_of
 from refusals.table import rows, scenes
 from weights.weight_sources import SWIGLU, expert_modules, weight_arrays
 
@@ -160,7 +159,17 @@ def gpu_source(up, down, transposed=True):
     gpu._check_source(WeightSource((up,), (down,), WeightLayout(transposed, True)))
 
 
+def in_dtype(tensor, dtype):
+    return tensor.to(getattr(torch, dtype))
+
+
 SHIFTED = zeros(16 * 16 + 1)[1:].reshape([16, 16])
+ROW_128 = BlockShape(1, 128)
+E4M3, INT8 = (quantize(zeros(2, 130, 200), ROW_128, code) for code in (Code.E4M3, Code.INT8))
+TURNED = E4M3.scale_inv.transpose(-2, -1).contiguous()
+SHAPES = (
+    r"scale_inv has shape \(2, 2, 130\).* codes \(2, 130, 200\) in 1x128 blocks need \(2, 130, 2\)"
+)
 
 ROWS += rows(
     quantised,
@@ -180,11 +189,11 @@ ROWS += scenes(
     *((error, words, partial(blocks, *parts)) for error, words, parts in (
         (DTypeError, "codes are float8_e4m3fn, the int8 code needs int8", (E4M3.codes, E4M3.scale_inv, ROW_128, Code.INT8)),
         (DTypeError, "codes are int8, the e4m3 code needs float8_e4m3fn", (INT8.codes, INT8.scale_inv, ROW_128, Code.E4M3)),
-        *((DTypeError, f"codes are {dtype}", (plain(dtype), ONE, ROW_128, Code.E4M3))
+        *((DTypeError, f"codes are {dtype}", (in_dtype(zeros(4, 128), dtype), zeros(4, 1), ROW_128, Code.E4M3))
           for dtype in ("bfloat16", "float32", "uint8")),
-        *((DTypeError, f"scale_inv is {dtype}, needed: float32", (E4M3.codes, scale_of(E4M3, dtype), ROW_128, Code.E4M3))
+        *((DTypeError, f"scale_inv is {dtype}, needed: float32", (E4M3.codes, in_dtype(E4M3.scale_inv, dtype), ROW_128, Code.E4M3))
           for dtype in ("bfloat16", "float16", "float64")),
-        (ShapeError, SHAPES, (E4M3.codes, E4M3.scale_inv.transpose(-2, -1).contiguous(), ROW_128, Code.E4M3)),
+        (ShapeError, SHAPES, (E4M3.codes, TURNED, ROW_128, Code.E4M3)),
         # Scales of the other orientation.
         (ShapeError, "128x1 blocks need", (E4M3.codes, E4M3.scale_inv, ROW_128, Code.E4M3, Orientation.COLUMNS)),
     )),
