@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from functional.sharded_models import TopK, adapted, decoder, make_layer, whole
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import MoE, SonicMoEConfig, moe_TC_softmax_topk_layer
@@ -97,14 +97,13 @@ class GatheredBytes:
 
 
 def trained(
-    model: nn.Module, rank: int, steps: int, micro: int = 1, **optimizer: Any
+    model: nn.Module, rank: int, steps: int, micro: int = 1, adam: Any = None
 ) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """Losses, and gradients and weights at the end, and the bytes that were gathered."""
     found: dict[str, torch.Tensor] = {}
     losses = []
-    adam = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-2, **optimizer
-    )
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    adam = adam or torch.optim.AdamW(trainable, lr=1e-2)
     with GatheredBytes() as gathered_bytes:
         for step in range(steps):
             for part in range(micro):
@@ -155,32 +154,20 @@ def hybrid(module: Any) -> None:
     fully_shard(module, mesh=mesh)
 
 
-def on_meta(module: Any) -> None:
-    """Values come after the sharding, from a state dict, into memory or in its place."""
-    state = {name: value.clone() for name, value in module.state_dict().items()}
-    module.to("meta")
-    each(module)
-    module.to_empty(device=DEVICE)
-    for name, parameter in module.named_parameters():
-        parts = torch.distributed.tensor.distribute_tensor(
-            state[name], parameter.device_mesh, parameter.placements
-        )
-        with torch.no_grad():
-            parameter.copy_(parts)
-
-
-def assigned(module: Any) -> None:
-    """As accelerate loads: on meta, and other parameters take the place of the shards."""
+def on_meta(module: Any, assigns: bool = False) -> None:
+    """Values come after the sharding, from a state dict: into memory, or, as accelerate loads, other
+    parameters take the place of the shards.
+    """
     state = {name: value.clone() for name, value in module.state_dict().items()}
     module.to("meta")
     each(module)
     parts = {
-        name: torch.distributed.tensor.distribute_tensor(
-            state[name], parameter.device_mesh, parameter.placements
-        )
+        name: distribute_tensor(state[name], parameter.device_mesh, parameter.placements)
         for name, parameter in module.named_parameters()
     }
-    module.load_state_dict(parts, assign=True)
+    if not assigns:
+        module.to_empty(device=DEVICE)
+    module.load_state_dict(parts, assign=assigns)
 
 
 def compiled(module: Any) -> None:
@@ -218,7 +205,7 @@ WAYS = {
     "offloaded": Way(lambda: Block(moe()), partial(each, offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "hybrid": Way(lambda: Block(moe()), hybrid),
     "on meta": Way(lambda: Block(moe(5)), on_meta, bytes=0.6),
-    "assigned": Way(lambda: Block(moe(5)), assigned, bytes=0.6),
+    "assigned": Way(lambda: Block(moe(5)), partial(on_meta, assigns=True), bytes=0.6),
     "functional": Way(functional, each, of_names),
     "gate and up apart": Way(lambda: functional(True), each, of_names),
     "halves, clamped": Way(lambda: functional(**HALVES), each, of_names),
@@ -459,15 +446,8 @@ def check_accelerate(rank: int) -> None:
         accelerator.state.distributed_type = DistributedType.FSDP
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = accelerator._prepare_fsdp2(model, optimizer)
-        losses = []
-        with GatheredBytes() as gathered_bytes:
-            for step in range(3):
-                loss = (model(batch(step, rank)).float() - 1).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-        found.append((losses, gathered_bytes.total))
+        losses, _, gathered = trained(model, rank, 3, adam=optimizer)
+        found.append((losses, gathered))
     (losses, all_bytes), *coded = found
     for coded_losses, coded_bytes in coded:
         assert coded_bytes < 0.55 * all_bytes

@@ -5,6 +5,7 @@ knows it.
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -67,25 +68,7 @@ WEIGHTS = [
 ]
 
 
-def check_name(model, weight, run):
-    """Of a NaN in a weight of the middle layer."""
-    name, index, stage, place = weight
-    spoil(model.layers[1].get_parameter(name), *index)
-    error = found(run)
-    text = f"first bad: input {stage} = layers.1.{name} at expert 3, {place}: nan;"
-    assert fault_of(error).startswith(text)
-    assert "output of layers.1 is not finite" in str(error)
-    assert error.report.layer == "layers.1"
-    assert error.report.to_json()["fault"]["caller"] == f"layers.1.{name}"
-
-
 class TestMoE:
-    @pytest.mark.parametrize("weight", WEIGHTS)
-    @FP8
-    def test_a_weight_is_named_as_the_model_names_it(self, weight, fp8):
-        model = Model(bias=True)
-        check_name(model, weight, lambda: model(make_tokens(4, 10, H), use_fp8=fp8))
-
     @FP8
     def test_tokens_and_gradients(self, fp8):
         moe, x = make_layer(), make_tokens(4, 10, H)
@@ -166,14 +149,24 @@ class TestCompiled:
         np.testing.assert_array_equal(step.indices, cases[1].indices)
         assert step.dout is not None and bisect(step, "reference").healthy
 
-    @pytest.mark.parametrize("weight", WEIGHTS)
-    def test_a_weight_is_named_as_the_model_names_it(self, weight, compiled):
-        model, graph = compiled
-        sound = {name: value.clone() for name, value in model.state_dict().items()}
-        try:
-            check_name(model, weight, lambda: graph(make_tokens(4, 10, H).requires_grad_()))
-        finally:
-            model.load_state_dict(sound)
+
+@pytest.mark.parametrize("in_a_graph", [False, True])
+@pytest.mark.parametrize(("name", "index", "stage", "place"), WEIGHTS)
+def test_a_weight_is_named_as_the_model_names_it(name, index, stage, place, in_a_graph, compiled):
+    """Of the middle layer."""
+    model, graph = compiled
+    run = graph if in_a_graph else partial(model, use_fp8=False)
+    sound = {name: value.clone() for name, value in model.state_dict().items()}
+    spoil(model.layers[1].get_parameter(name), *index)
+    try:
+        error = found(lambda: run(make_tokens(4, 10, H).requires_grad_()))
+    finally:
+        model.load_state_dict(sound)
+    text = f"first bad: input {stage} = layers.1.{name} at expert 3, {place}: nan;"
+    assert fault_of(error).startswith(text)
+    assert "output of layers.1 is not finite" in str(error)
+    assert error.report.layer == "layers.1"
+    assert error.report.to_json()["fault"]["caller"] == f"layers.1.{name}"
 
 
 def weights(seed=0, bias=True):

@@ -112,23 +112,6 @@ class TestNativeBuffer:
         ]
         assert not without
 
-    def test_an_addition_that_fails_leaves_the_sink_incomplete(self):
-        """Nothing is flushed, however often it is tried, until what waits is discarded."""
-        source = per_expert_source(*weight_arrays())
-        main_grads = bind_main_grads(source)
-        sink, _, _ = filled(source)
-        with pytest.raises(MemoryError):
-            sink.add(Failing(), None, opened(sink))
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="left a part of them in the node"):
-                sink.flush()
-        with pytest.raises(RuntimeError, match="never flushed"):
-            sink.release()
-        sink.discard()
-        sink.flush()
-        assert not any(numpy(held).any() for held in (*main_grads, *sink.held().values()))
-        sink.release()
-
     def test_release(self):
         sink, _, _ = filled(per_expert_source(*weight_arrays()))
         with pytest.raises(RuntimeError, match="never flushed"):

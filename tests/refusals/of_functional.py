@@ -45,7 +45,7 @@ from sonicmoe.errors import (
     SonicMoEError,
 )
 from sonicmoe.fsdp import gather_codes
-from sonicmoe.functional import freeze_weights
+from sonicmoe.functional import FP8BlockwiseTensor, freeze_weights, moe_TC_softmax_topk_layer_fp8
 from sonicmoe.integrations.frozen import freeze_experts
 from sonicmoe.layouts import flat_weights
 
@@ -302,6 +302,12 @@ def call(hidden_states=make_tokens(4, 32), **changes):  # noqa: B008
     make_layer()(hidden_states, **changes)
 
 
+def sent_in_fp8():
+    moe, x = make_layer(), make_tokens(19, 32)
+    given = x, moe.router.weight, moe.c_fc.weight, moe.c_proj.weight, 2, "swiglu"
+    moe_TC_softmax_topk_layer_fp8(*given, x_fp8=x)
+
+
 def wrapped(backend):
     """Put a module around experts, which peft's `target_parameters` does."""
     moe, wrapper = make_layer(), torch.nn.Module()
@@ -396,8 +402,16 @@ ROWS += rows(
     *((ConfigError, f"use_fp8 is {bad!r}; needed: True, False or None", {"use_fp8": bad, "kernel_backend_moe": backend})
       for backend in BACKENDS for bad in ("off", "", 0, 1, 1.0)),
     (TypeError, "adapters is tuple; needed: an Adapters, or None", {"adapters": (None, None)}),
+    (ConfigError, "use_fp8=True needs kernel_backend_moe", {"kernel_backend_moe": "torch", "use_fp8": True}),
+    (ConfigError, "use_fp8 is False and kernel_backend_moe 'sonicmoe_fp8'",
+     {"kernel_backend_moe": "sonicmoe_fp8", "use_fp8": False}),
+    *((ConfigError, f"prequant_fp8_weights is {value} and kernel",
+       {"kernel_backend_moe": backend, "prequant_fp8_weights": value})
+      for backend, value in (("sonicmoe", True), ("sonicmoe_fp8", 1))),
 )  # fmt: skip
 ROWS += scenes(
+    (EngineUnavailableError, "FP8BlockwiseTensor is not there: pass", lambda: FP8BlockwiseTensor.to_weights(HALF)),
+    (ConfigError, "x_fp8 is Tensor; needed: None", sent_in_fp8),
     (TypeError, r"MoE.__init__\(\) got an unexpected .* 'n_experts'$",
      lambda: MoE(n_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=24)),
     (TypeError, "missing 1 required positional argument", lambda: MoE(4, 2, 32)),
