@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
+import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +24,10 @@ from worlds import ROOT, environment
 from ernie_compat.checkpoint import load_checkpoint, read_header
 from ernie_compat.metrics import read_metrics
 from ernie_compat.model_config import node_config
+from ernie_compat.progress import InterruptGuard
 from ernie_compat.train_command import train
+from sonicmoe.cli.main import main
+from sonicmoe.cli.screen import progress_console
 from sonicmoe.diagnostics.step_dump import load_dump
 
 
@@ -83,17 +90,23 @@ def test_compare_leaves_metrics_checkpoint_and_a_summary(whole):
     assert_captured(out)
 
 
+def started(out, options, steps):
+    """A run in a process of its own, so many steps old."""
+    command = ["-m", "ernie_compat.train_command", *options, "--out", str(out)]
+    process = processes.start(command, environment(), ROOT)
+    begun, written = time.monotonic(), out / "metrics.jsonl"
+    while not (written.exists() and written.read_text().count("\n") >= steps):
+        assert process.poll() is None and time.monotonic() - begun < 300
+        time.sleep(0.002)
+    return process
+
+
 def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupted_one(
     whole, tmp_path
 ):
     """And captures what it was asked for at first. `test_ernie_paddle.py` resumes a run of Paddle's."""
     out = tmp_path / "run"
-    options = [*whole.options, "--capture", "1", "--out", str(out)]
-    process = processes.start(["-m", "ernie_compat.train_command", *options], environment(), ROOT)
-    begun, written = time.monotonic(), out / "metrics.jsonl"
-    while not (written.exists() and written.read_text().count("\n") >= 3):
-        assert process.poll() is None and time.monotonic() - begun < 300
-        time.sleep(0.01)
+    process = started(out, [*whole.options, "--capture", "1"], steps=3)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 130, stderr
@@ -280,3 +293,69 @@ def test_tensors_that_were_not_captured_are_an_exit_code(run, monkeypatch):
     missed = f"the last step's tensors are not in {run.out / 'captured-step2-layer1.npz'}"
     assert missed in result.stderr
     assert run.summary["captured"] == [] and run.saved_step == 2  # the run itself is whole
+
+
+# Killed, without a terminal, or without a word
+
+
+def test_a_kill_leaves_a_run_that_continues(text, tmp_path):
+    out = tmp_path / "run"
+    options = ["--framework", "torch", "--precision", "bf16", *SIZE_OPTIONS, "--data", str(text)]
+    process = started(out, [*options, "--steps", "100000", "--checkpoint-every", "2"], steps=5)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=120)
+    step = load_checkpoint(out / "checkpoint.npz")[0].step
+    # The metrics are ahead of the checkpoint, or as far; never behind.
+    done = [record.step for record in read_metrics(out / "metrics.jsonl")]
+    assert step >= 4 and done[:step] == list(range(1, step + 1))
+    again = invoke("--resume", "--steps", str(step + 1), "--out", str(out))
+    assert again.exit_code == 0 and read_header(out / "checkpoint.npz").step == step + 1
+    done = [record.step for record in read_metrics(out / "metrics.jsonl")]
+    assert done == list(range(1, step + 2)), "steps after the checkpoint are not kept twice"
+
+
+class FullDisk(io.StringIO):
+    refused = 0
+
+    def write(self, text):
+        self.refused += 1
+        raise OSError(28, "No space left on device")
+
+
+def test_progress_that_cannot_be_shown_costs_no_step(text, tmp_path, monkeypatch):
+    stderr, out = FullDisk(), tmp_path / "run"
+    options = ["--framework", "torch", "--precision", "bf16", "--data", str(text), "--steps", "2"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "stderr", stderr)
+        main(["train", *options, *SIZE_OPTIONS, "--out", str(out)])
+    assert end.value.code == 0 and stderr.refused > 1
+    assert read_header(out / "checkpoint.npz").step == 2
+
+
+@contextmanager
+def handled(number, handler):
+    """The tests themselves may run under nohup, which has the signal of a lost terminal ignored."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    assert threading.current_thread() is threading.main_thread()
+    with handled(signal.SIGHUP, signal.SIG_IGN), InterruptGuard(progress_console()) as guard:
+        signal.raise_signal(signal.SIGHUP)
+        assert not guard.received
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", InterruptGuard.SIGNALS)
+def test_each_signal_asks_for_a_checkpoint(number, capsys):
+    handler = signal.default_int_handler
+    with handled(number, handler):
+        with InterruptGuard(progress_console()) as guard:
+            signal.raise_signal(number)
+            assert guard.received == number
+        assert signal.getsignal(number) == handler
+    assert "stopping after this step to save a checkpoint" in capsys.readouterr().err
