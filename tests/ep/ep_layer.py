@@ -4,12 +4,11 @@ ranks of a world; used by worker processes and by the tests beside them.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 from ep_cases import EXPERTS, HIDDEN, INTERMEDIATE, expert_weights
-from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from framework import IS_PADDLE, numpy, tensor, torch
 from oracle.held import Snapshot, spelled
+from weights.weight_sources import expert_modules
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import fixed_size
@@ -21,14 +20,10 @@ MOST_TOKENS = 41  # of any rank in any case, and one more
 
 def local_experts(first, count):
     """Modules of experts `first .. first + count`, each weight with a zero fp32 `main_grad`."""
-    made = []
-    up, down = expert_weights()
-    for expert in range(first, first + count):
-        weights = [parameter(values[expert]) for values in (up, down)]
-        for weight in weights:
+    made = expert_modules(*(values[first : first + count] for values in expert_weights()))
+    for expert in made:
+        for weight in (expert.up_gate_proj.weight, expert.down_proj.weight):
             weight.main_grad = tensor(np.zeros(tuple(weight.shape), np.float32))
-        up_gate_proj, down_proj = (SimpleNamespace(weight=weight) for weight in weights)
-        made.append(SimpleNamespace(up_gate_proj=up_gate_proj, down_proj=down_proj))
     return made
 
 

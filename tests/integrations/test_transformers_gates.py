@@ -30,6 +30,7 @@ from sonicmoe.integrations.transformers import check_model, register, unsupporte
 
 A = ActivationType
 NO_LIMIT = ("limit", 2.0**126)
+GIVEN = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
 
 
 def make(
@@ -246,8 +247,7 @@ def running(experts):
     for weight in experts.parameters():
         nn.init.normal_(weight)
     experts.config._experts_implementation = "sonicmoe"
-    given = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
-    return lambda: experts(*given)
+    return lambda: experts(*GIVEN)
 
 
 class Scaled(Limited):
@@ -350,28 +350,26 @@ def test_a_graph_is_made_again_for_what_changed(case):
     torch._dynamo.reset()
     running(experts := make_experts())
     graph = torch.compile(experts, fullgraph=True, backend="aot_eager")
-    given = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
-    before = graph(*given)
+    before = graph(*GIVEN)
     change(experts)
     if "hook" in case:
         torch._dynamo.reset()
     if words:
         with pytest.raises(Exception, match=words):
-            graph(*given)
+            graph(*GIVEN)
     else:
-        assert not torch.equal(graph(*given), before)
+        assert not torch.equal(graph(*GIVEN), before)
 
 
 def test_layers_of_one_kind_share_a_graph():
     torch._dynamo.reset()
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    given = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
     layers = [make(gate=gate_with_defaults, gate_limit=3.0)]
     layers += [copy.deepcopy(layers[0]) for _ in range(2)]
     for layer in layers:
         running(layer)
         layer.compile(fullgraph=True, backend=count)
-        layer(*given)
+        layer(*GIVEN)
     assert count.frame_count == 1
 
 
@@ -419,15 +417,14 @@ def test_the_first_trial_may_come_from_inside_anything(way):
     register()
     experts = softcapped()
     experts.config._experts_implementation = "sonicmoe"
-    x, ids, weights = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
     gates._recognised.cache_clear()
     if way == "checkpoint":
-        checkpoint(experts, x, ids, weights, use_reentrant=False).sum().backward()
+        checkpoint(experts, *GIVEN, use_reentrant=False).sum().backward()
     elif way == "inference":
         with torch.inference_mode(), torch.autocast("cpu"):
-            experts(x, ids, weights)
+            experts(*GIVEN)
     else:
         torch._dynamo.reset()
-        torch.compile(experts, fullgraph=True, backend="aot_eager")(x, ids, weights)
+        torch.compile(experts, fullgraph=True, backend="aot_eager")(*GIVEN)
     # Once more with what the first trial read, and for no kind of call again.
     assert gates._recognised.cache_info().misses == 2
