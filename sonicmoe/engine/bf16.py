@@ -5,8 +5,6 @@ gradient fused, and with the gather of tokens but for wide experts on Hopper: th
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 
 from ..architectures import SM90
@@ -23,7 +21,7 @@ from .expert_rows import ExpertRows, launch_scope
 from .gpu import gpu_of
 from .interface import EngineWeights
 from .plain_engine import PlainEngine
-from .products import Products, Wgrads, plain_operand
+from .products import plain_operand
 from .routed_layer import Prepared, RoutedEngine
 from .settings import EngineSettings
 from .targets import GradientTargets
@@ -38,6 +36,9 @@ class Bf16Engine(RoutedEngine, PlainEngine):
     name = "bf16"
     layer = bf16_sm90.Bf16Layer  # on Hopper
     frees_dw1_first = True  # on Hopper, where it writes fresh gradients
+    # Elsewhere.
+    _products = staticmethod(quack_products.products)
+    _wgrads = staticmethod(quack_products.wgrads)
 
     def refresh(
         self,
@@ -96,22 +97,12 @@ class Bf16Engine(RoutedEngine, PlainEngine):
         way = RoutedEngine if _are_on_hopper(weights) else PlainEngine
         return way.backward_dx(self, dout, saved, weights)
 
-    def _products(
-        self, x: Tensor, weights: EngineWeights, settings: EngineSettings, routing: RoutingMetadata
-    ) -> AbstractContextManager[Products]:
-        return quack_products.products(x, weights, settings, routing)
-
     def _sum_biases(self, pending: PendingWgrad, db1: Tensor, db2: Tensor) -> None:
         dout, routing = plain_tokens(pending.dout), pending.routing
         with launch_scope(dout):
             rows = ExpertRows.of(routing)
             rows.add_columns(dout, db2, weight=routing.row_prob)
             rows.add_columns(plain_operand(pending.dz), db1, weight=None)
-
-    def _wgrads(
-        self, pending: PendingWgrad, targets: GradientTargets
-    ) -> AbstractContextManager[Wgrads]:
-        return quack_products.wgrads(pending, targets)
 
     def _add(self, pending: PendingWgrad, targets: GradientTargets) -> None:
         if not _is_hopper(device_name(pending.dz)):
