@@ -59,7 +59,7 @@ class PlainEngine(ProductsEngine):
         sizes = weights.hidden_size, weights.intermediate_size
         require(record, Workload(settings, *sizes, dtypes[0], weights.b1 is not None))
         expect(
-            self._runs_beside(w1),
+            is_cuda(w1),
             DeviceError,
             f"w1 is on {device_name(w1)}; "
             f"the {self.name} engine needs a GPU of {', '.join(map(str, record.architectures))}",
@@ -95,10 +95,6 @@ class PlainEngine(ProductsEngine):
     @abstractmethod
     def _sum_biases(self, pending: PendingWgrad, db1: Tensor, db2: Tensor) -> None:
         """Add the rows of each expert, of dz and of dout times probability, to zeros."""
-
-    def _runs_beside(self, weight: Tensor) -> bool:
-        """Whether the kernels run where this weight lies."""
-        return is_cuda(weight)
 
     def _adapted(self, products: Products, settings: EngineSettings, projected: Any) -> Any:
         """With plain grouped GEMMs, which the log says once."""

@@ -1,8 +1,7 @@
 """The Triton engine, for every GPU that Triton compiles for: grouped GEMMs of `kernels/triton` in
 bfloat16 or float16, with gather, activation and its gradient fused; `products` has the passes.
 
-dz lies gate first, `[R, 2, I]`: see `kernels/triton/gemms.py`. Under TRITON_INTERPRET=1 it runs on
-the host, for tests.
+dz lies gate first, `[R, 2, I]`: see `kernels/triton/gemms.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..interop import IS_PADDLE, device_name, device_of, dtype_name, is_cuda
+from ..interop import IS_PADDLE, device_name, device_of, dtype_name
 from ..layouts import NATIVE, WeightLayout
 from ..observe import tap
 from ..routing.backends import take_driver_from_paddle
 from ..routing.metadata import RoutingMetadata
-from .gpu import Gpu, gpu_of
+from .gpu import gpu_of
 from .gradient_places import GradientPlaces, MatrixPlace
 from .interface import EngineWeights
 from .kernel_jobs import expert_shape
@@ -39,9 +38,6 @@ class TritonEngine(PlainEngine):
     """See the module docstring; `capabilities.TRITON` says what it takes."""
 
     name = "triton"
-
-    def _runs_beside(self, weight: Tensor) -> bool:
-        return super()._runs_beside(weight) or _is_interpreted()
 
     @contextmanager
     def _products(
@@ -143,7 +139,7 @@ def _sizes(pending: PendingWgrad) -> tuple[int, int]:
 
 def _calls(sizes: tuple[int, int], settings: EngineSettings, bias: bool, like: Tensor) -> Any:
     """The launches of a model with these H and I, for tokens like these."""
-    gpu = _gpu(like)
+    gpu = gpu_of(device_name(like))
     lent = gpu.lent(settings)
     shape = expert_shape(settings, sizes, dtype_name(like.dtype), bias, gpu.arch)
     return _launches().calls(shape, lent if lent < gpu.multiprocessors else 0)
@@ -179,21 +175,12 @@ def _launches() -> Any:
     return launches
 
 
-def _is_interpreted() -> bool:
-    return bool(_launches().IS_INTERPRETED)
-
-
 def _launch_scope(tensor: Tensor) -> AbstractContextManager[Any]:
     """The device of the caller: Triton launches on the current one, on its current stream."""
     # Under Paddle a process has one GPU, and `take_driver_from_paddle` names the stream.
-    if IS_PADDLE or not is_cuda(tensor):
+    if IS_PADDLE:
         return nullcontext()
     return torch.cuda.device(tensor.device)
-
-
-def _gpu(tensor: Tensor) -> Gpu:
-    """The GPU of a tensor; a host interprets the kernels for an Ampere GPU."""
-    return gpu_of(device_name(tensor)) if is_cuda(tensor) else Gpu("sm_80", 1)
 
 
 # ---- where weight gradients go ----

@@ -11,8 +11,7 @@ import pytest
 from engine.host_gemms import Bf16Gemms, Bf16Rows
 from engine.host_hopper_gemms import HopperGemms, HostMatrices, launched
 
-from sonicmoe.engine import bf16, bf16_sm90, bf16_weights
-from sonicmoe.engine.bf16 import Bf16Engine
+from sonicmoe.engine import bf16, bf16_sm90, bf16_weights, plain_engine
 from sonicmoe.engine.blackwell import quack_products
 from sonicmoe.engine.gpu import Gpu
 from sonicmoe.enums import ActivationType
@@ -72,7 +71,7 @@ def launches_fixture(request, monkeypatch):
     is_hopper = request.param == HOPPER
     native = executor(request.getfixturevalue("artefacts")) if is_hopper else None
     found = Launches(request.param, native)
-    monkeypatch.setattr(Bf16Engine, "_runs_beside", lambda self, weight: True)
+    monkeypatch.setattr(plain_engine, "is_cuda", lambda weight: True)
     for module in (bf16, quack_products):
         monkeypatch.setattr(module, "ExpertRows", Bf16Rows)
         monkeypatch.setattr(module, "launch_scope", lambda tensor: nullcontext())

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from oracle.case import drawn  # noqa: E402
 from oracle.engines import broken_on_host, chosen_on_host  # noqa: E402
 from oracle.faces import ON_HOST, normal  # noqa: E402
 
+from sonicmoe.engine import plain_engine  # noqa: E402
 from sonicmoe.engine import triton as triton_engine  # noqa: E402
 from sonicmoe.engine.gpu import Gpu  # noqa: E402
 from sonicmoe.engine.interface import GradientMode  # noqa: E402
@@ -60,7 +62,8 @@ def tiles() -> int:
 
 
 def with_gpu(arch, multiprocessors):
-    triton_engine._gpu = lambda tensor: Gpu(arch, multiprocessors)
+    """The interpreter runs the kernels of this GPU where the tensors are."""
+    triton_engine.gpu_of = lambda device: Gpu(arch, multiprocessors)
 
 
 def targets() -> int:
@@ -99,5 +102,8 @@ def targets_of(layout, mode, stacked, dtype):
 CHECKS = {check.__name__: check for check in (cases, tiles, targets)}
 
 if __name__ == "__main__":
+    plain_engine.is_cuda = lambda weight: True
+    triton_engine._launch_scope = lambda tensor: nullcontext()
+    with_gpu("sm_80", 1)
     for check in sys.argv[1:]:
         print(check, CHECKS[check](), "checked")
