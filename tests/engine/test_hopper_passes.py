@@ -13,7 +13,7 @@ from framework import IS_PADDLE, torch
 if IS_PADDLE:
     pytest.skip("launch arguments are read through PyTorch", allow_module_level=True)
 
-from engine.fp8_layer import E, K, assert_same_bits
+from engine.fp8_layer import E, K, assert_same_bits, sums_of
 from engine.hopper_host import (  # noqa: F401
     FP8,
     MODES,
@@ -55,7 +55,7 @@ def test_a_donated_z_is_freed_by_the_backward(z):
     parts = (held.bytes, held.scale_inv) if isinstance(held, BlockScaledTensor) else (held,)
     writes = [part._version for part in parts]
     dx, dprobs, _ = OURS.backward_dx(case.dout, saved, weights)
-    assert_same_bits({"dx": dx, "dprobs": dprobs}, {n: wanted[n] for n in ("dx", "dprobs")})
+    assert_same_bits({"dx": dx, "dprobs": dprobs}, wanted)
     assert all(part.untyped_storage().nbytes() == 0 for part in parts) and saved.z is None
     # Autograd, which has saved it, refuses to read it again.
     assert all(part._version > then for part, then in zip(parts, writes, strict=True))
@@ -84,12 +84,11 @@ def test_biases_are_summed_by_the_backward_to_the_tokens(engine):
         found = {"dx": dx, "dprobs": dprobs}
         for _ in range(2 if asked else 0):
             found |= dict(zip(("db1", "db2"), engine.bias_gradients(pending), strict=True))
-            assert_same_bits(found, {name: wanted[name] for name in found})
+            assert_same_bits(found, wanted)
         assert (pending.biases is not None) == asked
         plain = parameter_targets(PER_EXPERT)
         engine.backward_dw(pending, plain)
-        for name in ("dw1", "dw2"):
-            assert torch.equal(plain.sums(name), wanted[name])
+        assert_same_bits(sums_of(plain), wanted)
 
 
 def test_memory_for_a_fresh_dw2_is_taken_when_that_of_dz_is_free():
@@ -102,7 +101,7 @@ def test_memory_for_a_fresh_dw2_is_taken_when_that_of_dz_is_free():
     targets.make_down = lambda: held.append(dz()) or down
     OURS.backward_dw(pending, targets)
     assert held == [None]
-    assert all(torch.equal(targets.sums(name), wanted[name]) for name in ("dw1", "dw2"))
+    assert_same_bits(sums_of(targets), wanted)
 
 
 def test_frozen_experts_have_no_memory():
@@ -119,11 +118,8 @@ def test_frozen_experts_have_no_memory():
 def test_without_weight_gradients_z_goes_before_the_rows_of_dx(monkeypatch):
     """And nobody writes operands of wgrad."""
     case, settings, memory = Case(seed=4), FP8, []
-    wanted, weights = (
-        case.run(OURS, settings),
-        OURS.prepare_weights(case.w1, case.w2, None, None, settings),
-    )
-    _, saved = OURS.forward(case.x, case.routing, weights, settings)
+    wanted = case.run(OURS, settings)
+    weights, _, saved = case.forward(OURS, settings)
     z = weakref.ref(saved.z)
     empty_dx = HopperLayer.empty_dx
     monkeypatch.setattr(hopper_layer, "LONG_Z", 1)
@@ -131,7 +127,7 @@ def test_without_weight_gradients_z_goes_before_the_rows_of_dx(monkeypatch):
     saved.donated, saved.wants_weights = True, False
     dx, dprobs, pending = OURS.backward_dx(case.dout, saved, weights)
     assert memory == [None] and pending.dz is None
-    assert_same_bits({"dx": dx, "dprobs": dprobs}, {n: wanted[n] for n in ("dx", "dprobs")})
+    assert_same_bits({"dx": dx, "dprobs": dprobs}, wanted)
 
 
 def test_operands_of_adapters_gradients_go_before_the_rows_of_dx(monkeypatch):
