@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from sonicmoe.engine.reference import ReferenceEngine
@@ -15,9 +16,10 @@ def trials_of_this_process():
     """Command lines of the processes that try engines for it."""
     found = []
     for children in Path("/proc/self/task").glob("*/children"):
-        lines = (Path("/proc", one, "cmdline").read_text() for one in children.read_text().split())
-        found += [line for line in lines if "sonicmoe.engine.trial" in line]
-    return found
+        for number in children.read_text().split():
+            with suppress(OSError):  # it has ended meanwhile
+                found.append(Path("/proc", number, "cmdline").read_text())
+    return [line for line in found if "sonicmoe.engine.trial" in line]
 
 
 class Sound(ReferenceEngine):

@@ -125,14 +125,6 @@ def make_case(
     return Case(x, dout, torch.where(dropped, sentinel, indices), probs, weights, activation)
 
 
-def case_of(shape, **options):
-    """Of `(T, H, I, E, K)`; the expert in the middle has no token where there are others."""
-    tokens, hidden, intermediate, experts, topk = shape
-    empty = (experts // 2,) if experts > 1 else ()
-    sizes = {"hidden": hidden, "intermediate": intermediate, "experts": experts, "topk": topk}
-    return make_case(tokens, **sizes, empty=empty, **options)
-
-
 def make_blocked_case(tokens, *, experts=4, topk=2, **options):
     """Experts take turns at blocks of 128 tokens: `128 * experts` tokens quantise in the same
     blocks wherever they lie.

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from gpu.device import captured
-from gpu.engine_cases import FP8, case_of
+from gpu.engine_cases import FP8, E, K, make_case
 from gpu.gradient_memory import (
     LAYOUTS,
     Memory,
@@ -52,7 +52,6 @@ DTYPES = {
     WgradOutput.ADD_F32: torch.float32, WgradOutput.WRITE_F32: torch.float32,
     WgradOutput.WRITE_BF16: torch.bfloat16,
 }  # fmt: skip
-LAYER = (700, 272, 320, 6, 3)
 
 
 def memory_of(shape, layout, arrangement, dtype=torch.float32):
@@ -197,8 +196,8 @@ def test_fetched_sums_have_the_bits_of_the_copy_engines(addition):
 )  # fmt: skip
 def test_replays_of_a_graph_add_each_time(engine, settings, layout, arrangement):
     """Also after other memory was added to."""
-    case = case_of(LAYER, seed=3)
-    memory, other = (memory_of(LAYER, layout, arrangement) for _ in range(2))
+    case = make_case(700, hidden=272, intermediate=320, seed=3)
+    memory, other = (memory_of((700, 272, 320, E, K), layout, arrangement) for _ in range(2))
     weights, sums = engine.prepare_weights(*case.weights, settings), case.accumulators()
     _, saved = engine.forward(case.x, case.routing(), weights, settings)
     pending = engine.backward_dx(case.dout, saved, weights)[2]
