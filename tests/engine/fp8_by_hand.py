@@ -9,13 +9,7 @@ out, which shows that a test would notice.
 from __future__ import annotations
 
 import numpy as np
-from engine.moe_golden import (
-    OUTPUTS,
-    Result,
-    make_problem,
-    native_order,
-    native_weights,
-)
+from engine.moe_golden import OUTPUTS, Result, make_problem, native_order, native_weights
 from framework import numpy, tensor, torch
 from oracle.golden import base_of, slope, value
 

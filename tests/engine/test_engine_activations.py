@@ -10,11 +10,7 @@ from oracle.golden import base_of, slope, up_factor, value
 
 from sonicmoe.diagnostics import formulas
 from sonicmoe.engine import activations
-from sonicmoe.engine.activations import (
-    activate,
-    activate_backward,
-    value_and_slope,
-)
+from sonicmoe.engine.activations import activate, activate_backward, value_and_slope
 from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.enums import ACTIVATIONS, ActivationType, is_glu, layer_parameters
 from sonicmoe.errors import ConfigError

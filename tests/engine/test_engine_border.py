@@ -7,14 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from engine.moe_golden import (
-    FP8,
-    PLAIN,
-    assert_same_bits,
-    make_problem,
-    run_engine,
-    set_up,
-)
+from engine.moe_golden import FP8, PLAIN, assert_same_bits, make_problem, run_engine, set_up
 from framework import tensor, torch
 
 from sonicmoe.config import SonicMoEConfig

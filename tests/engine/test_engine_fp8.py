@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from engine.fp8_arrivals import ISO128, quantised
 from engine.fp8_arrivals import run as run_arrived
-from engine.fp8_by_hand import (
-    AFFECTS,
-    assert_equal_to_rounding,
-    by_hand,
-    coarse_problem,
-    distance,
-)
+from engine.fp8_by_hand import AFFECTS, assert_equal_to_rounding, by_hand, coarse_problem, distance
 from engine.moe_golden import OUTPUTS, assert_same_bits, make_problem, run_engine
 from framework import numpy, tensor, torch
 from pairwise import pairwise

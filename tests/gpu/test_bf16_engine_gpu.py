@@ -5,16 +5,7 @@ the class for sm120, whose instructions Hopper has too. Hopper's own GEMMs have 
 from __future__ import annotations
 
 import pytest
-from gpu.engine_cases import (
-    ARCH,
-    SWIGLU,
-    H,
-    I,
-    build,
-    check,
-    kernels_of_the_contract,
-    make_case,
-)
+from gpu.engine_cases import ARCH, SWIGLU, H, I, build, check, kernels_of_the_contract, make_case
 from gpu.engine_contract import PlainEngineContract
 from kernels.gemm_matrix import tiled
 
@@ -22,12 +13,7 @@ from sonicmoe.engine import bf16
 from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
 from sonicmoe.jit import no_compile
 from sonicmoe.kernels import cuda_sources
-from sonicmoe.kernels.blackwell.quack_gemm import (
-    MlpShape,
-    all_kernels,
-    candidates,
-    grouped_gemms,
-)
+from sonicmoe.kernels.blackwell.quack_gemm import MlpShape, all_kernels, candidates, grouped_gemms
 from sonicmoe.kernels.blackwell.quack_tilings import FAMILIES, PRODUCTS, SERVED_BY
 from sonicmoe.kernels.cuda_wgrad import expert_rows_source
 

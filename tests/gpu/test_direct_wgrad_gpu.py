@@ -11,12 +11,7 @@ import pytest
 import torch
 from gpu.device import captured
 from gpu.engine_cases import FP8, E, K, make_case
-from gpu.gradient_memory import (
-    LAYOUTS,
-    Memory,
-    added_to,
-    ids,
-)
+from gpu.gradient_memory import LAYOUTS, Memory, added_to, ids
 from pairwise import pairwise
 
 from sonicmoe.engine.bf16 import Bf16Engine

@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 from sonicmoe.quant import reference
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import BlockShape, ScaleFormat, iso
-from sonicmoe.quant.reference import (
-    dequantize,
-    encode_e4m3,
-    quantize,
-    transpose_storage,
-)
+from sonicmoe.quant.reference import dequantize, encode_e4m3, quantize, transpose_storage
 
 # The adaptive code is these two by blocks (test_adaptive_code.py).
 CODES, SCALES = [Code.E4M3, Code.INT8], list(ScaleFormat)
