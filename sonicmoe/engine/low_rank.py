@@ -73,9 +73,6 @@ class Narrow(NamedTuple):
         return cls(*found)
 
 
-NO_ROWS = Narrow()
-
-
 class Adapters(NamedTuple):
     """The adapters of a layer. Rows of `up.b` have the order of the rows of the caller's w1, and where an
     engine reads them the native one.

@@ -20,7 +20,7 @@ from ..quant.format import BlockScaledTensor
 from ..routing.metadata import RoutingMetadata
 from .border import check_dout, check_forward
 from .interface import Engine, EngineWeights
-from .low_rank import NO_ROWS, Adapters, Narrow
+from .low_rank import Adapters, Narrow
 from .settings import EngineSettings
 from .targets import GradientTargets
 from .tokens import PendingWgrad, Saved, Tokens
@@ -63,8 +63,7 @@ class RoutedLayer(ABC):
     narrow_dtype: torch.dtype | None = None
     with_dgated: str
     parts_of_b: str
-    u: Narrow = NO_ROWS
-    v: Narrow = NO_ROWS
+    u = v = Narrow()
     biases: tuple[Tensor, Tensor] | None = None
     db: Mapping[str, Tensor | None] = dict.fromkeys(("d_up_b", "d_down_b", "parts"))
 

@@ -127,11 +127,6 @@ _KNOWN: dict[tuple[str, Workload, str], Verdict] = {}
 _MUTEX = threading.Lock()
 
 
-def forget() -> None:
-    """Forget every verdict of this process. For tests."""
-    _KNOWN.clear()
-
-
 def refusal(subject: Subject) -> str | None:
     """Why an earlier trial, of this process or of another one, keeps this engine from running."""
     # Asked at every choice of an engine, so it must not start a trial.

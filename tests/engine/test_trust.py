@@ -41,14 +41,14 @@ torch_only = pytest.mark.skipif(framework.IS_PADDLE, reason="the processes are t
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
     """A GPU of that architecture, and an empty cache."""
-    trust.forget()
+    trust._KNOWN.clear()
     monkeypatch.setattr(trust, "run_jobs", lambda record, *_: record.jobs(*_))
     monkeypatch.setattr(trust, "gpu_name", lambda device: GPU)
     monkeypatch.setattr(trust, "driver_version", lambda: "580.0")
     config = SonicMoEConfig(cache_dir=tmp_path / "cache", local_cache_dir=tmp_path / "local")
     with config.activate():
         yield
-    trust.forget()
+    trust._KNOWN.clear()
 
 
 def subject(engine, workload=WORKLOAD):
@@ -172,19 +172,19 @@ class TestKept:
     def test_once_for_these_kernels_this_gpu_and_this_driver(self, trials, monkeypatch):
         assert trust.refusal(ASKED) is None and not trials.made, "asking alone tries nothing"
         assert trust.trusted(ASKED) and trust.trusted(ASKED)
-        trust.forget()  # the next run
+        trust._KNOWN.clear()  # the next run
         quantised = replace(WORKLOAD, tokens=TokenFormat.E4M3_1X128)
         assert trust.trusted(replace(ASKED, workload=quantised, device="cuda:1"))
         assert len(trials.made) == 1
         other = replace(ASKED, record=replace(RECORD, jobs=lambda workload, arch: (_Job(),)))
         monkeypatch.setattr(default_cache(), "try_load", _holds(default_cache().try_load))
         assert trust.trusted(other)
-        trust.forget()
+        trust._KNOWN.clear()
         assert trust.trusted(other)
         assert len(trials.made) == 2
         for name, other in (("driver_version", "590.0"), ("gpu_name", "NVIDIA of a third kind")):
             monkeypatch.setattr(trust, name, lambda *_, other=other: other)
-            trust.forget()
+            trust._KNOWN.clear()
             before = len(trials.made)
             assert trust.trusted(ASKED) and len(trials.made) == before + 1
 
@@ -193,7 +193,7 @@ class TestKept:
         assert not trust.trusted(ASKED)
         wanted = f"its check on {GPU} failed: {BROKEN.reason}. {trust.HOW_TO_SKIP}"
         assert trust.refusal(ASKED) == wanted
-        trust.forget()
+        trust._KNOWN.clear()
         assert trust.refusal(ASKED) == wanted and not trust.trusted(ASKED)
         assert len(trials.made) == 1
 
@@ -202,7 +202,7 @@ class TestKept:
         assert not trust.trusted(ASKED) and not trust.trusted(ASKED)
         words = "could not be checked on this GPU, where it never ran: no memory."
         assert words in str(trust.refusal(ASKED)) and len(trials.made) == 1
-        trust.forget()
+        trust._KNOWN.clear()
         trials.verdicts.clear()
         assert trust.trusted(ASKED) and len(trials.made) == 2
 
@@ -213,7 +213,7 @@ class TestKept:
     ):
         """The engine is tried again, or not used, and a warning says why."""
         assert trust.trusted(ASKED)
-        trust.forget()
+        trust._KNOWN.clear()
         trials.verdicts[EngineName.BF16] = found
         read = Path.read_text
 
