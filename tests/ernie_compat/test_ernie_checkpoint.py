@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from damage import NESTED, variants
-from small_run import SIZE_OPTIONS, run_config
+from small_run import run_config
 
 from ernie_compat import checkpoint
 from ernie_compat.checkpoint import (
@@ -170,12 +170,3 @@ def test_a_header_that_is_no_object_is_refused(tmp_path, monkeypatch, content):
     monkeypatch.undo()
     with pytest.raises(SonicMoEError, match=r"checkpoint\.npz"):
         read_header(tmp_path / "checkpoint.npz")
-
-
-def test_sizes_of_the_command_are_refused_with_an_estimate(tmp_path):
-    for options in (["--hidden", str(10**12)], ["--layers", "9" * 18], ["--batch", str(10**12)]):
-        arguments = ["--framework", "torch", *SIZE_OPTIONS, *options]
-        result = CliRunner().invoke(train, [*arguments, "--out", str(tmp_path)])
-        assert result.exit_code == 2, result.output
-        (line,) = result.stderr.splitlines()
-        assert "GiB of memory, and this machine has" in line

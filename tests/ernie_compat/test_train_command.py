@@ -196,6 +196,9 @@ def assert_refused(result, *words):
         (["--out", ""], "'' is empty; needed: a path"),
         (["--data", ""], "'' is empty; needed: a path"),
         (["--data", "/dev/zero"], "'/dev/zero' is neither a file nor a directory"),
+        (["--hidden", str(10**12)], "GiB of memory, and this machine has"),
+        (["--layers", "9" * 18], "GiB of memory, and this machine has"),
+        (["--batch", str(10**12)], "GiB of memory, and this machine has"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(text, tmp_path, arguments, words):
