@@ -166,27 +166,37 @@ def by_a_plan(fp8, biases):
     return run, weights, []
 
 
-def step_scene(fp8):
-    """A schedule's step: `forward_step` under PaddleFleet's face."""
-    tokens = quantised(WIDE.x) if fp8 else None
-    layer = Layer(WIDE, config=FP8 if fp8 else FULL, dtype=torch.bfloat16, main_grad=0.0)
-    x = tensor(WIDE.x, torch.float32).to(torch.bfloat16) if tokens is None else tokens.codes
-    scales = None if tokens is None else tokens.scale_inv
+def step_scene(make, fp8=False):
+    """A schedule's step. make: gives its weights, and a function of the gradient of the output."""
+    sent = quantised(WIDE.x) if fp8 else None
+    x = leaf(WIDE.x, torch.bfloat16) if sent is None else sent.codes
+    scales = {} if sent is None else {"x_scale": sent.scale_inv}
     counts = tensor(np.bincount(WIDE.indices[WIDE.indices >= 0], minlength=4)[:4])
-    indices, probs = tensor(WIDE.indices), tensor(WIDE.probs, torch.float32)
-    _, step = layer.node.forward_step(x, counts, indices, probs, x_scale=scales)
+    indices, probs = tensor(WIDE.indices), leaf(WIDE.probs)
+    weights, backward = make(x, counts, indices, probs, **scales)
     given = {
         "tokens": [x], "probabilities": [probs], "indices, or counts of rows": [indices],
-        "`tokens_per_expert`": [counts], "weights": layer.weights,
+        "`tokens_per_expert`": [counts], "weights": weights,
     }  # fmt: skip
     if fp8:
-        given["scales of tokens in FP8"] = [scales]
+        given["scales of tokens in FP8"] = [*scales.values()]
+    dout = tensor(WIDE.dout, torch.float32).to(torch.bfloat16)
+    return Scene(given, partial(backward, dout))
 
-    def finish():
-        found = step.backward(tensor(WIDE.dout, torch.float32).to(torch.bfloat16))
-        return [*map(numpy, found), *layer.gradients()]
 
-    return Scene(given, finish)
+def nodes_step(*given, **scales):
+    layer = Layer(WIDE, config=FP8 if scales else FULL, dtype=torch.bfloat16, main_grad=0.0)
+    _, step = layer.node.forward_step(*given, **scales)
+    return layer.weights, lambda dout: [*map(numpy, step.backward(dout)), *layer.gradients()]
+
+
+def fleets_step(x, counts, indices, probs):
+    from fleet.fleet_calls import Experts
+
+    experts = Experts(WIDE, "grouped")
+    step = ExpertsStep(WIDE.indices.shape[1], WIDE.num_experts, *experts.weights, True, None)
+    step.forward(x, indices, probs, counts)
+    return experts.weights, lambda dout: [*map(numpy, step.backward(dout)), *experts.gradients()]
 
 
 def late_scene(way):
@@ -207,22 +217,6 @@ def late_scene(way):
         return layer.gradients()
 
     return Scene({"tokens": [call.x], "gradient of the output": [call.dout]}, finish)
-
-
-def fleets_step_scene():
-    from fleet.fleet_calls import Experts
-
-    experts = Experts(WIDE, "grouped")
-    x, scores, indices = leaf(WIDE.x, torch.bfloat16), leaf(WIDE.probs), tensor(WIDE.indices)
-    counts = tensor(np.bincount(WIDE.indices[WIDE.indices >= 0], minlength=4)[:4])
-    dout = tensor(WIDE.dout, torch.float32).to(torch.bfloat16)
-    step = ExpertsStep(WIDE.indices.shape[1], WIDE.num_experts, *experts.weights, True, None)
-    step.forward(x, indices, scores, counts)
-    given = {
-        "tokens": [x], "probabilities": [scores], "indices, or counts of rows": [indices],
-        "`tokens_per_expert`": [counts], "weights": experts.weights,
-    }  # fmt: skip
-    return Scene(given, lambda: [*map(numpy, step.backward(dout)), *experts.gradients()])
 
 
 def dispatcher_scene(make):
@@ -275,9 +269,9 @@ FACES = {
         "sorted": partial(sorted_scene, by_a_node),
     },
     "steps of a schedule": {
-        "forward_step": partial(step_scene, False),
-        "forward_step, FP8": partial(step_scene, True),
-        "PaddleFleet": fleets_step_scene,
+        "forward_step": partial(step_scene, nodes_step),
+        "forward_step, FP8": partial(step_scene, nodes_step, True),
+        "PaddleFleet": partial(step_scene, fleets_step),
     },
     "gradients put off": {
         "store": partial(late_scene, "store"),

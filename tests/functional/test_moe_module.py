@@ -185,9 +185,6 @@ def test_sizes_of_numpy_are_sizes():
     assert moe(torch.zeros(3, 8))[0].shape == (3, 8)
 
 
-BACKENDS = pytest.mark.parametrize("backend", [each.value for each in list(KernelBackendMoE)[1:]])
-
-
 class Adapted(torch.nn.Module):
     """A router with an adapter, which has the base layer's weight, as peft's have."""
 
@@ -217,7 +214,7 @@ def test_the_router_is_a_module():
         moe(x)
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", [each.value for each in list(KernelBackendMoE)[1:]])
 def test_tokens_and_router_of_two_dtypes(backend):
     moe, x = make_layer(), make_tokens(19, 32).bfloat16()
     words = r"x \(hidden_states\) is bfloat16, router_w \(router.weight\) is float32; convert one, or use autocast"
