@@ -4,13 +4,14 @@ takes, and weights that are read where they lie. engine/test_oracle_on_host.py h
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from engine.bf16_host import HOPPER, launches_fixture  # noqa: F401
 from engine.host_hopper_gemms import HopperGemms
-from weights.weight_sources import expert_modules
+from node.node_harness import ARRANGEMENTS, Layer, make_problem
+from oracle.case import Case
+from oracle.faces import LAYERS, Call
+from oracle.golden import scene_of
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.engine import bf16_sm90
@@ -19,14 +20,10 @@ from sonicmoe.engine.bf16_sm90 import Bf16Layer
 from sonicmoe.engine.interface import GradientMode, GradientTargets
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
-from sonicmoe.enums import ActivationType
-from sonicmoe.ernie_compat import SonicMoEMlpNode
-from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.layer import plan
-from sonicmoe.layouts import WeightLayout
 
-E, H, I, K, T = 4, 64, 40, 2, 50
-LAYOUTS = [WeightLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
+BF16 = torch.bfloat16
+PROBLEM = make_problem(hidden=64, intermediate=40, topk=2, tokens=50, dtype=BF16)
 
 pytestmark = pytest.mark.parametrize("launches", [HOPPER], indirect=True)
 
@@ -52,23 +49,12 @@ def on(launches, monkeypatch):
     return run
 
 
-def batch(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(T, E, generator=generator)
-    scores[:, 1] = -1.0  # an expert without tokens
-    x, dout = torch.randn(2, T, H, generator=generator).bfloat16()
-    probs = torch.rand(T, K, generator=generator)
-    return x.requires_grad_(), scores.topk(K, 1).indices, probs.requires_grad_(), dout
-
-
-def parameters(layout, bias=False):
-    generator = torch.Generator().manual_seed(1)
-    shapes = (2 * I, H), (H, I)
-    shapes = [(E, *(shape[::-1] if layout.transposed else shape)) for shape in shapes]
-    weights = [torch.randn(shape, generator=generator) * 0.1 for shape in shapes]
-    biases = [torch.randn(E, size, generator=generator) * 0.1 for size in (2 * I, H)]
-    tensors = [*weights, *(biases if bias else (None, None))]
-    return [None if t is None else torch.nn.Parameter(t.bfloat16()) for t in tensors]
+def forward_of(line):
+    """A call of `expert_mlp`, and its leaves."""
+    case = Case.parse(f"face=stacked dtype=bfloat16 routing=sentinels sizes=50x64x40x4x2 {line}")
+    layer = LAYERS[case.face](case, scene_of(case), "reference")
+    call = Call(layer, layer.scene)
+    return call, (call.leaf, call.probs, *layer.weights, *layer.biases)
 
 
 def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
@@ -90,14 +76,11 @@ def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
     monkeypatch.setattr(Bf16Layer, "dgated", noted)
 
     def step():
-        x, indices, probs, dout = batch()
-        own = parameters(LAYOUTS[3], True)
-        leaves = (x, probs, *own)
-        out = expert_mlp(x, indices, probs, *own, ActivationType.SWIGLU, layout=LAYOUTS[3])
-        first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        second = torch.autograd.grad(out, leaves, dout)
+        call, leaves = forward_of("arrangement=fused bias=True")
+        first = torch.autograd.grad(call.value, leaves, call.gradient, retain_graph=True)
+        second = torch.autograd.grad(call.value, leaves, call.gradient)
         with pytest.raises(RuntimeError, match="second time"):
-            torch.autograd.grad(out, leaves, dout)
+            torch.autograd.grad(call.value, leaves, call.gradient)
         return first, second
 
     (first, second), targets = on(Bf16Engine(), step)
@@ -123,35 +106,19 @@ def test_a_backward_that_failed_behind_dgated_is_not_repeated(on, monkeypatch):
     monkeypatch.setattr(HopperGemms, "grouped_gemm", work_or_fail(gemm))
 
     def step():
-        x, indices, probs, dout = batch()
-        w1, w2, *_ = parameters(LAYOUTS[0])
-        out = expert_mlp(x, indices, probs, w1, w2, None, None, ActivationType.SWIGLU)
+        call, leaves = forward_of("arrangement=native")
         for work in (memory, gemm):
             failing.append(work)
             with pytest.raises(RuntimeError, match="function"):
-                out.backward(dout)
+                call.backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.backward(dout)
-        assert all(t.grad is None for t in (x, probs, w1, w2))
+            call.backward()
+        assert all(leaf.grad is None for leaf in leaves)
 
     on(Bf16Engine(), step)
 
 
-def node_of(arrangement):
-    """`(node, its weights)`."""
-    if arrangement != "per_expert":
-        layout = WeightLayout() if arrangement == "native" else LAYOUTS[3]
-        weights = parameters(layout)[:2]
-        make = getattr(SonicMoEMlpNode, f"from_{arrangement}")
-        return make(*weights, ActivationType.SWIGLU, config=SonicMoEConfig()), weights
-    arrays = (weight.detach().float().numpy() for weight in parameters(LAYOUTS[3])[:2])
-    experts = expert_modules(*arrays, torch.bfloat16)
-    weights = [e.up_gate_proj.weight for e in experts] + [e.down_proj.weight for e in experts]
-    node = SonicMoEMlpNode(experts, E, H, I, ActivationType.SWIGLU, config=SonicMoEConfig())
-    return node, weights
-
-
-@pytest.mark.parametrize("arrangement", ["native", "fused", "per_expert"])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_a_node_has_nothing_to_make_of_weights_that_were_written(
     on, arrangement, monkeypatch, weights_on_a_gpu
 ):
@@ -165,19 +132,19 @@ def test_a_node_has_nothing_to_make_of_weights_that_were_written(
     monkeypatch.setattr(Bf16Engine, "refresh", noted)
 
     def step():
-        node, weights = node_of(arrangement)
-        x, indices, probs, dout = batch()
-        early = node(x, None, indices, probs)
+        # A configuration of its own, because plans of equal ones share their engine.
+        layer = Layer(PROBLEM, arrangement=arrangement, dtype=BF16, config=SonicMoEConfig())
+        early = layer.call()
         with torch.no_grad():
-            for weight in weights:
+            for weight in layer.weights:
                 weight.mul_(-0.5)
-        late = node(x, None, indices, probs)
+        late = layer.call()
         if engines[-1] is Bf16Engine:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                early.backward(dout)
-        late.backward(dout)
-        node.step()
-        return [x.grad, probs.grad, late.detach(), node(x, None, indices, probs).detach()]
+                early.backward()
+        late.backward()
+        layer.node.step()
+        return [late.x.grad, late.probs.grad, late.out.detach(), layer.call().out.detach()]
 
     results = []
     for engine in (Bf16Engine, ReferenceEngine):
