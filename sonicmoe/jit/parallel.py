@@ -7,6 +7,7 @@ decides. A rank that dies loses its locks, and another one takes its kernels ove
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +46,10 @@ def build_all(
         return
     build = _ParallelBuild(jobs, cache)
     for _ in range(min(compilers, len(jobs))):
+        # The caller's configuration says whether anything may be compiled; a new thread has none.
+        inside = contextvars.copy_context()
         # Daemons: after Ctrl-C the program ends now, and not after the longest compile.
-        threading.Thread(target=build.work, daemon=True).start()
+        threading.Thread(target=inside.run, args=(build.work,), daemon=True).start()
     try:
         for _ in jobs:
             yield build.outcomes.get()

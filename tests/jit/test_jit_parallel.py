@@ -10,6 +10,7 @@ from forks import Child
 from racer import make_key, wait_for
 from racers import held
 
+from sonicmoe.config import SonicMoEConfig, reload_environment
 from sonicmoe.jit import CompileCache, cpus
 from sonicmoe.jit.parallel import build_all
 
@@ -93,6 +94,14 @@ def test_a_caller_that_stops_asking_starts_no_further_compile(field, cache):
     assert time.monotonic() - began < 0.1
     time.sleep(0.6)
     assert sum(field.builds().values()) == 2 and field.builds()[1] == 0
+
+
+def test_the_callers_configuration_is_that_of_its_compilers(field, cache, monkeypatch):
+    monkeypatch.setenv("SONIC_MOE_FORBID_COMPILE", "1")
+    reload_environment()
+    with SonicMoEConfig(forbid_compile=False).activate():
+        outcomes = [*build_all([FakeJob(size, field.log) for size in (1, 2)], cache, LIMIT)]
+    assert {each.state for each in outcomes} == {"built"}, outcomes
 
 
 def test_unusable_cache_is_explained_once(field, capfd):
