@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import random
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 DTYPES = ("<f8", "|O", "<i4", "|S5", ">f4", "<c8", "|V16", "<M8[s]", "<U3", "nonsense", "<f2")
@@ -19,21 +20,15 @@ VALUES = (
     {"a": 1}, [None],
 )  # fmt: skip
 NESTED = "[" * 5000
+Damage = Callable[[bytes, random.Random], bytes]
 
 
-def variants(content: bytes, seed: int, count: int) -> Iterator[tuple[str, bytes]]:
-    """`count` damaged forms of an `.npz` file."""
+def variants(
+    content: bytes, seed: int, count: int, kinds: Sequence[Damage] = ()
+) -> Iterator[tuple[str, bytes]]:
+    """`count` damaged forms of an `.npz` file; with `TEXT_KINDS` of a JSON text, or lines of it."""
     rng = random.Random(seed)
-    for number in range(count):
-        kind = KINDS[number % len(KINDS)]
-        yield kind.__name__, kind(content, rng)
-
-
-def text_variants(content: bytes, seed: int, count: int) -> Iterator[tuple[str, bytes]]:
-    """The same for a JSON text, or lines of it."""
-    rng = random.Random(seed)
-    for number in range(count):
-        kind = TEXT_KINDS[number % len(TEXT_KINDS)]
+    for _, kind in zip(range(count), itertools.cycle(kinds or KINDS), strict=False):
         yield kind.__name__, kind(content, rng)
 
 
@@ -193,7 +188,6 @@ def _places(content: bytes, sign: bytes) -> list[int]:
     return found
 
 
-Damage = Callable[[bytes, random.Random], bytes]
 KINDS: tuple[Damage, ...] = (
     flipped_bits, overwritten, cut, missing_middle, damaged_directory, encrypted, exchanged_members,
     renamed_member, dropped_member, other_array_header, other_json,

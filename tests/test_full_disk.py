@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from bench.test_cost_model import made_points
 from engine.moe_golden import make_problem
 from framework import torch
 from node.node_harness import Layer
@@ -21,7 +22,6 @@ from ernie_compat.model_config import RunConfig
 from sonicmoe.bench import sweep as sweeps
 from sonicmoe.bench.cost_model import fit_model
 from sonicmoe.bench.plots import plot_model
-from sonicmoe.bench.points import Point
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.workload import Variant
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
@@ -72,11 +72,7 @@ def swept(path):
 
 def picture(path):
     """Of a cost model."""
-    points = [
-        Point(Shape(t, 64, 64, e, 2), "a", True, "H200", t / 8)
-        for t in (64, 128, 256)
-        for e in (2, 4, 8, 16)
-    ]
+    points = made_points()
     plot_model(fit_model(points), points, path.parent)
 
 

@@ -7,7 +7,7 @@ import shutil
 import signal
 
 import pytest
-from damage import text_variants
+from damage import TEXT_KINDS, variants
 from forks import needs_root, start
 from racer import FakeCompiler, load, make_key
 from racers import Field
@@ -155,7 +155,7 @@ def test_mutated_manifests(memory):
     path = cache.build(KEY, FakeCompiler(KEY, field.log)).path / "manifest.json"
     one_line = json.dumps(json.loads(path.read_text())).encode()
     misses = 0
-    for number, (_, content) in enumerate(text_variants(one_line, SEED, MUTATIONS)):
+    for number, (_, content) in enumerate(variants(one_line, SEED, MUTATIONS, TEXT_KINDS)):
         path.write_bytes(content)
         found = cache.try_load(KEY)
         misses += found is None
