@@ -57,6 +57,14 @@ def run_program(program, *arguments):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def chosen_engines(learner):
+    """Names of those that the nodes of its model chose."""
+    return {
+        node._plan.fitted_to_weight(node._state.parameters.parameters()[0]).chosen.name
+        for node in learner.decoder.nodes
+    }
+
+
 def first_steps(framework, precision, text):
     """Held-out loss of the initial weights and the figures of four steps, plain values."""
     corpus, train = load_corpus([text]), train_config()

@@ -25,7 +25,8 @@ from ernie_compat.train_command import train
 from ernie_compat.trainer import Trainer
 from sonicmoe.errors import SonicMoEError
 
-RUN = SavedRun(3, run_config(capture_layers=(1,)), "digest", ("/a", "/b"))
+CHANGED = {"precision": "bf16", "compare": True, "train": {"lr": 0.25}, "capture_layers": (1,)}
+RUN = SavedRun(3, run_config(**CHANGED), "digest", ("/a", "/b"))
 ARRAYS = {
     "main/weight/x": np.arange(6, dtype=np.float32).reshape(2, 3),
     "main/steps/x": np.float32(3) * np.ones(()),

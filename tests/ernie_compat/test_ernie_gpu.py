@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from small_run import SIZES, run_config
+from small_run import SIZES, chosen_engines, run_config
 
 from ernie_compat.model_config import node_config
 from ernie_compat.trainer import FULL_PRECISION, MAIN, Trainer, backend
@@ -51,10 +51,7 @@ def test_compared_with_bf16_on_its_engine(config, corpus, tmp_path):
     assert trainer.records[-1].loss < trainer.records[0].loss - 1.0
     assert 0 < summary["loss_gap"] < 0.03  # of a loss that still halves every few steps
     for name in (MAIN, FULL_PRECISION):
-        assert {
-            node._plan.fitted_to_weight(node._state.parameters.parameters()[0]).chosen.name
-            for node in trainer.learners[name].decoder.nodes
-        } == {trainer.learners[name].engine}
+        assert chosen_engines(trainer.learners[name]) == {trainer.learners[name].engine}
 
 
 def test_stopped_and_resumed_it_ends_with_the_same_bits(config, corpus, tmp_path):
