@@ -108,15 +108,12 @@ LOADS = {HOPPER: HOPPER_LOAD, MXFP8: MX_LOAD}
 def test_what_an_engine_cannot_compute(record, changes, kind, words):
     workload = changed(LOADS.get(record, BF16_LOAD), **changes)
     assert words in problem(record, workload)
-    assert problem(record, workload) == problem(record, workload, record_arch(record))
+    arch = record.architectures[0].name if record.architectures else DEFAULT_ARCH
+    assert problem(record, workload) == problem(record, workload, arch)
     refusal = f"the {record.name.value} engine cannot compute this: "
     with pytest.raises(kind, match=refusal) as found:
         require(record, workload)
     assert words in str(found.value)
-
-
-def record_arch(record: EngineRecord) -> str:
-    return record.architectures[0].name if record.architectures else DEFAULT_ARCH
 
 
 @pytest.mark.parametrize("record", [HOPPER, MXFP8, BF16], ids=lambda record: record.name.value)

@@ -50,11 +50,8 @@ class EngineContract:
     def wanted(self, case):
         return self.run(case)
 
-    def sizes(self):
-        return [*SIZES_OF_MODELS, *self.sizes_of_no_tile]
-
     def test_sizes(self):
-        for hidden, intermediate in self.sizes():
+        for hidden, intermediate in (*SIZES_OF_MODELS, *self.sizes_of_no_tile):
             options = {"hidden": hidden, "intermediate": intermediate, "bias": self.bias}
             self.check(make_case(300, experts=3, topk=2, empty=(1,), seed=1, **options))
 

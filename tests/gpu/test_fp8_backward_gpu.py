@@ -149,12 +149,6 @@ def check_outputs(case, dz, y1s):
     return got_dz, got_dz_t
 
 
-def wide_outputs(case, shape):
-    """Memory for unquantised operands of wgrad."""
-    widths = 2 * shape[2], shape[2]
-    return tuple(poisoned((case.rows, width), torch.bfloat16) for width in widths)
-
-
 @pytest.mark.parametrize(
     ("activation", "shape", "z", "outlier"),
     [
@@ -179,7 +173,8 @@ def test_dgated(shape, activation, z, outlier):
     # the tensor cores keep 14 bits of an FP8 sum
     assert float((got_dprob - dprob).norm() / dprob.norm().clamp(min=1e-30)) < 3e-3
     assert bool((got_dprob[case.routing.row_token[: case.used] < 0] == 0).all())
-    wide = wide_outputs(case, shape)
+    # Operands of wgrad that are not quantised.
+    wide = tuple(poisoned((case.rows, n), torch.bfloat16) for n in (2 * shape[2], shape[2]))
     case.dz_t.fill_(0x7F)
     case.run(module.gather_dgated_gemm, number, wide=wide)
     for got, wanted in zip(wide, (dz, y1s), strict=True):

@@ -54,20 +54,6 @@ def batches_of(*tokens):
     return [made.batch(seed, count) for seed, count in enumerate(tokens)]
 
 
-def forward(made, batch):
-    x, indices, probs, _ = batch
-    return made.node(x, None, indices, probs)
-
-
-def backward(out, batch):
-    """`(dx, dprobs)`"""
-    x, _, probs, dout = batch
-    out.backward(dout)
-    found = x.grad, probs.grad
-    x.grad = probs.grad = None
-    return found
-
-
 def test_auto_chooses_it(caplog):
     call_plan._fits.clear()  # plans of earlier tests have announced their engines
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
@@ -237,12 +223,13 @@ class TestWeightsThatChange:
 
     def test_between_a_forward_and_its_backward(self):
         made, (batch,) = layer(), batches_of(700)
-        late = forward(made, batch)
+        x, indices, probs, dout = batch
+        late = made.node(x, None, indices, probs)
         with torch.no_grad():
             made.experts[0].down_proj.weight.mul_(0.5)
         made.run(batch)
         with pytest.raises(RuntimeError, match="between this forward and its backward"):
-            backward(late, batch)
+            late.backward(dout)
 
 
 def test_warm_up_plans_every_kernel_of_a_step(monkeypatch):
