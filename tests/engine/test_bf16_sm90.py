@@ -154,32 +154,27 @@ class TestStackedWeightsThatComeAgain:
             assert in_place == (looked == 1)
 
     def test_in_any_other_form_are_looked_at(self, looks):
+        """And copied each time where the copy engine cannot read them."""
         OURS.read_stacked(self.weights(), FUSED, BF16, PLAIN)
-        w1, w2, b1, b2 = self.weights()
+        w1, w2, b1, b2 = given = self.weights()
         wide = torch.zeros((E, H, 2 * I + 8), dtype=BF16)[:, :, : 2 * I].copy_(w1)
-        narrow = w2[:, :, :64].contiguous()
-        for count, (weights, layout, dtype, own) in enumerate((
-            ((w1, w2, b1, b2), WeightLayout(True), BF16, PLAIN),
-            ((w1, w2, b1, b2), FUSED, None, PLAIN),
-            ((w1, w2, b1, b2), FUSED, BF16, EngineSettings()),
-            ((w1, w2, None, None), FUSED, BF16, PLAIN),
-            ((wide, w2, b1, b2), FUSED, BF16, PLAIN),
-        )):  # fmt: skip
-            found = OURS.read_stacked(weights, layout, dtype, own)
-            assert len(looks) == count + 2 and found.w1.data_ptr() == weights[0].data_ptr()
-        with pytest.raises(ShapeError):
-            OURS.read_stacked((w1, narrow, b1, b2), FUSED, BF16, PLAIN)
-
-    def test_that_the_copy_engine_cannot_read_are_copied_each_time(self, looks):
-        w1, w2, b1, b2 = self.weights()
-        OURS.read_stacked((w1, w2, b1, b2), FUSED, BF16, PLAIN)
         odd = torch.zeros(w2.numel() + 1, dtype=BF16)[1:].view(w2.shape).copy_(w2)
-        for weights in ((w1, odd, b1, b2), (w1.float(), w2.float(), b1, b2)):
-            for _ in range(2):
-                looks.clear()
-                found = OURS.read_stacked(weights, FUSED, BF16, PLAIN)
-                assert len(looks) == 1 and torch.equal(found.w2, w2)
-                assert found.w2.data_ptr() != weights[1].data_ptr()
+        for weights, layout, dtype, settings, copied in (
+            (given, WeightLayout(True), BF16, PLAIN, False),
+            (given, FUSED, None, PLAIN, False),
+            (given, FUSED, BF16, EngineSettings(), False),
+            ((w1, w2, None, None), FUSED, BF16, PLAIN, False),
+            ((wide, w2, b1, b2), FUSED, BF16, PLAIN, False),
+            *(((w1, odd, b1, b2), FUSED, BF16, PLAIN, True),) * 2,
+            *(((w1.float(), w2.float(), b1, b2), FUSED, BF16, PLAIN, True),) * 2,
+        ):
+            looks.clear()
+            found = OURS.read_stacked(weights, layout, dtype, settings)
+            assert len(looks) == 1 and torch.equal(found.w2, w2)
+            assert (found.w2.data_ptr() != weights[1].data_ptr()) == copied
+            assert copied or found.w1.data_ptr() == weights[0].data_ptr()
+        with pytest.raises(ShapeError):
+            OURS.read_stacked((w1, w2[:, :, :64].contiguous(), b1, b2), FUSED, BF16, PLAIN)
 
     def test_are_not_kept(self):
         weights = self.weights()
