@@ -18,6 +18,7 @@ from torch import nn
 
 from ..errors import FrameworkError, LayoutError, expect
 from ..fsdp import finders
+from ..functional.border import WEIGHT_DTYPES
 from ..functional.frozen import (
     codes_in,
     freeze_weight,
@@ -47,13 +48,31 @@ def freeze_experts(model: nn.Module) -> Rounding:
         What the codes lost, of all weights together.
 
     Raises:
-        LayoutError: the model has no such experts, or a weight is not whole or not finite.
+        LayoutError: the model has no such experts, or a weight is not whole; or a weight is not finite,
+            and none is frozen.
         ConfigError: a weight is no plain parameter.
     """
-    rounding = Rounding()
-    for weight in _weights(model):
+    weights, rounding = _weights(model), Rounding()
+    _check_finite(model, weights)
+    for weight in weights:
         rounding += freeze_weight(*weight)
     return rounding
+
+
+def _check_finite(model: nn.Module, weights: list[Weight]) -> None:
+    """Before the first weight is frozen, because no call takes codes of one projection beside values
+    of the other.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    for module, name, *_ in weights:
+        held: Any = module._parameters.get(name)
+        if held is None or held.dtype not in WEIGHT_DTYPES or held.is_meta:
+            continue  # `freeze_weight` judges these
+        local = getattr(held, "_local_tensor", held).detach()
+        # Of these two no memory is taken, and NaN is one of them where a value is.
+        is_finite = not local.numel() or bool(torch.stack(local.aminmax()).isfinite().all())
+        words = f"{paths[module]}.{name}".lstrip(".")
+        expect(is_finite, LayoutError, f"{words} is not finite; needed: finite weights to freeze")
 
 
 def thaw_experts(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:

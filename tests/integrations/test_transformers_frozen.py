@@ -232,6 +232,21 @@ def test_refusals():
         step(model)
 
 
+def test_a_weight_that_is_not_finite_is_named_and_nothing_is_frozen():
+    model = model_of("qwen3-moe", layers=2)
+    before = step(model)[0]
+    weight = model.model.layers[1].mlp.experts.down_proj
+    for bad in (float("nan"), float("-inf")):
+        held = weight.data[1, 2, 3].clone()
+        weight.data[1, 2, 3] = bad
+        with pytest.raises(
+            LayoutError, match=r"^model\.layers\.1\.mlp\.experts\.down_proj is not finite"
+        ):
+            freeze_experts(model)
+        weight.data[1, 2, 3] = held
+        assert step(model)[0] == before and frozen_bytes(model) == 0
+
+
 @THREE
 def test_loads_a_bf16_checkpoint_weight_by_weight(family, tmp_path, monkeypatch):
     from sonicmoe.functional import frozen
