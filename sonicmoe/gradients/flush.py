@@ -23,6 +23,7 @@ from ..interop import (
     data_ptr,
     device_name,
     dtype_name,
+    holds_memory,
     is_cuda,
     plain_ops,
     require_same_device,
@@ -184,7 +185,9 @@ def _check_main_grad(
     place = data_ptr(main_grad)
     if place == 0:
         raise LayoutError(f"{name_of(index)}.main_grad has no memory: it was freed")
-    if parameter.dtype == torch.float32 and place == data_ptr(parameter):
+    # A weight whose copies are read may have no memory, and then Paddle cannot say where it lies.
+    in_fp32 = parameter.dtype == torch.float32 and holds_memory(parameter)
+    if in_fp32 and place == data_ptr(parameter):
         raise LayoutError(
             f"{name_of(index)}.main_grad is the memory of the weight itself, and adding gradients "
             "would change the weight; needed: memory of its own"

@@ -14,7 +14,7 @@ from engine.moe_golden import make_problem
 from fleet.fleet_calls import assert_same, bf16
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import counts_of
-from node.test_node_fp8 import RAISED, bf16_layer
+from node.test_node_fp8 import bf16_layer
 
 from sonicmoe.errors import ConfigError
 from sonicmoe.fleet.carrier import declare_carrier, tokens_from_carrier
@@ -124,7 +124,7 @@ def test_a_handle_that_is_refused_stays_filled(dout):
 class TestUnderPaddle:
     """The experts between PyLayers that do what Fleet's combine does."""
 
-    def combine(self, out, handle, *, fp8=True):
+    def combine(self, out, handle):
         class Combine(PyLayer):
             @staticmethod
             def forward(ctx, out):
@@ -132,8 +132,6 @@ class TestUnderPaddle:
 
             @staticmethod
             def backward(ctx, dout):
-                if not fp8:
-                    return dout
                 handle.update(filled(dout))
                 return handle["data"]
 
@@ -162,17 +160,3 @@ class TestUnderPaddle:
         assert handle == {}
         wanted = run(problem, ISO128, quantize_tokens(bf16(problem.dout)))
         assert_same([numpy(x.grad), numpy(probs.grad)], [wanted.dx, wanted.dprobs])
-
-    @pytest.mark.parametrize(
-        ("given", "words"),
-        [
-            ({}, "fp8_combine_grad_handle is empty; the backward of the combine fills it"),
-            (None, "dout is float8_e4m3fn without its scales"),
-        ],
-    )
-    def test_experts_that_were_given_another_handle_or_none(self, problem, given, words):
-        layer = bf16_layer(problem)
-        out = self.combine(self.call(layer, *self.inputs(problem), given), {})
-        with pytest.raises(RAISED, match=words):
-            out.backward(bf16(problem.dout))
-        assert not any(gradient.any() for gradient in layer.gradients("main_grad"))

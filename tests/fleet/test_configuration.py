@@ -66,30 +66,51 @@ class TestFields:
 
 
 class TestDefaults:
-    def test_follow_the_environment(self, monkeypatch):
-        for name, text in {
-            "SONIC_MOE_SITU_BETA": "2",
-            "SONIC_MOE_SITU_LINEAR_BETA": "none",
-            "SONIC_MOE_FP8_WGRAD": "0",
-            "SONIC_MOE_FP8_RECOMPUTE_Z": "1",
-            "SONIC_MOE_FP8_ISO32_WEIGHT": "1",
-            "SONIC_MOE_FP8_SAVE_Z": "e4m3",
-        }.items():
-            monkeypatch.setenv(name, text)
+    def test_follow_the_environment(self, set_flags):
+        set_flags(
+            SONIC_MOE_SITU_BETA="2", SONIC_MOE_SITU_LINEAR_BETA="none", SONIC_MOE_FP8_WGRAD="0",
+            SONIC_MOE_FP8_RECOMPUTE_Z="1", SONIC_MOE_FP8_ISO32_WEIGHT="1", SONIC_MOE_FP8_SAVE_Z="e4m3",
+        )  # fmt: skip
         config = refresh_fp8_config()
         assert (config.situ_beta, config.situ_linear_beta) == (2.0, None)
         assert config.recompute_z and config.iso32_weight and config.save_z_fp8
         assert not config.fp8_wgrad
 
 
+SMS = {"SONIC_MOE_GEMM_NUM_SMS": "32"}
+# What nobody sets is Fleet's default: BF16.
+Z = [
+    ({}, {"save_z_fp8": None}, {"save_z": ZCode.BF16}),
+    ({}, {"save_z_fp8": True}, {"save_z": ZCode.ADAPTIVE}),
+]
+# A flag says which code it is, unless the field says that it has another number of bits.
+Z += [
+    ({"SONIC_MOE_FP8_SAVE_Z": code.value}, {"save_z_fp8": bits}, {"save_z": found})
+    for code in ZCode for bits, found in (
+        (None, code), (True, ZCode.ADAPTIVE if code is ZCode.BF16 else code), (False, ZCode.BF16),
+    )
+]  # fmt: skip
+
+
 class TestNodeConfig:
-    @pytest.mark.parametrize("name", ["fp8_wgrad", "recompute_z"])
-    @pytest.mark.parametrize("value", [True, False])
-    def test_switches_arrive_over_the_environment(self, name, value, monkeypatch):
-        variable = f"SONIC_MOE_FP8_{name.removeprefix('fp8_').upper()}"
-        monkeypatch.setenv(variable, str(int(not value)))
-        config = with_fields(**{name: value})
-        assert getattr(config.node_config(fp8=True).resolve(), name) is value
+    @pytest.mark.parametrize(
+        ("variables", "fields", "wanted"),
+        [
+            *Z,
+            *(({f"SONIC_MOE_FP8_{name.removeprefix('fp8_').upper()}": str(int(not on))}, {name: on}, {name: on})
+              for name in ("fp8_wgrad", "recompute_z") for on in (True, False)),
+            ({}, {}, {"gemm_num_sms": 0}),
+            ({}, {"gemm_num_sms": 64}, {"gemm_num_sms": 64}),
+            *((SMS, {"gemm_num_sms": given}, {"gemm_num_sms": found})
+              for given, found in ((64, 64), (0, 0), (None, 32))),
+            (SMS, {}, {"gemm_num_sms": 32}),
+            ({}, {"stagewise_memory": True}, {"stagewise_memory": False}),
+        ],
+    )  # fmt: skip
+    def test_fields_precede_the_environment(self, variables, fields, wanted, set_flags):
+        set_flags(**variables)
+        made = with_fields(**fields).node_config(fp8=True).resolve()
+        assert {name: getattr(made, name) for name in wanted} == wanted
 
     def test_a_call_says_whether_it_is_fp8_and_else_the_field_does(self):
         config = FP8Config()
@@ -106,67 +127,33 @@ class TestNodeConfig:
         assert made.recipe == "1x128" and made.engine is EngineName.REFERENCE
         assert FP8Config().node_config(fp8=True).recipe is None
 
-    def test_the_cap_on_multiprocessors(self, monkeypatch):
-        config = FP8Config()
-        assert config.node_config(fp8=True).gemm_num_sms is None
-        config.gemm_num_sms = 64
-        assert config.node_config(fp8=True).gemm_num_sms == 64
-        monkeypatch.setenv("SONIC_MOE_GEMM_NUM_SMS", "32")
-        reload_environment()
-        assert FP8Config().gemm_num_sms == 32
-        assert config.node_config(fp8=True).resolve().gemm_num_sms == 64
-        config.gemm_num_sms = 0
-        assert config.node_config(fp8=True).resolve().gemm_num_sms == 0
-        config.gemm_num_sms = None
-        assert config.node_config(fp8=True).resolve().gemm_num_sms == 32
-
     @pytest.mark.parametrize(
-        "name", ["fused_gated", "fused_swiglu_quant", "epilogue_quant", "fuse_y1_quant"]
-    )
-    def test_what_cannot_be_had_is_said_once(self, name, said):
+        ("fields", "words"),
+        [
+            *(({name: False}, f"{name} off has no effect")
+              for name in ("fused_gated", "fused_swiglu_quant", "epilogue_quant", "fuse_y1_quant")),
+            ({"stagewise_memory": True}, "stagewise_memory has no effect"),
+            ({"save_z_fp8": False}, "SONIC_MOE_FP8_SAVE_Z=adaptive halves"),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_had_is_said_once(self, fields, words, said):
         config = with_fields(save_z_fp8=True)
         config.node_config(fp8=True)
         assert said() == []
-        setattr(config, name, False)
+        for name, value in fields.items():
+            setattr(config, name, value)
         for fp8 in (True, False, True):
             config.node_config(fp8=fp8)
-        assert len(said()) == 1 and f"{name} off has no effect" in said()[0]
-
-    def test_stagewise_memory_prints_there_and_frees_nothing_here(self, said):
-        config = with_fields(stagewise_memory=True)
-        assert not config.node_config(fp8=True).resolve().stagewise_memory
-        assert "stagewise_memory has no effect" in said()[-1]
-
-
-class TestZ:
-    """`save_z_fp8` off, Fleet's default, keeps z in BF16."""
-
-    def test_is_bf16_and_the_log_says_so_once(self, said):
-        for _ in range(2):
-            assert FP8Config().node_config(fp8=True).save_z is ZCode.BF16
             configuration._node_config.cache_clear()
-        assert len(said()) == 1 and "SONIC_MOE_FP8_SAVE_Z=adaptive halves" in said()[0]
+        assert len(said()) == 1 and words in said()[0]
 
-    @pytest.mark.parametrize("given", [None, "int8", "e4m3"])
-    def test_in_fp8_is_the_8_bit_code(self, given):
-        with SonicMoEConfig(save_z=given).activate():
-            made = with_fields(save_z_fp8=True).node_config(fp8=True)
-        assert made.save_z is ZCode(given or "adaptive")
-
-    @pytest.mark.parametrize("given", ["adaptive", "int8", "e4m3", "bf16"])
-    def test_is_what_the_flag_says_unless_the_field_is_set(self, given, monkeypatch, said):
-        monkeypatch.setenv("SONIC_MOE_FP8_SAVE_Z", given)
-        assert FP8Config().node_config(fp8=True).save_z is ZCode(given)
-        assert said() == []
-        config = with_fields(save_z_fp8=given == "bf16")
-        other = ZCode.ADAPTIVE if given == "bf16" else ZCode.BF16
-        assert config.node_config(fp8=True).save_z is other
-
-    def test_nothing_is_said_where_it_is_not_kept(self, said):
+    def test_nothing_is_said_of_a_z_that_is_not_kept(self, said, set_flags):
         config = FP8Config()
         assert config.node_config(fp8=False).save_z is None
         config.recompute_z = True
         assert config.node_config(fp8=True).save_z is ZCode.BF16
+        set_flags(SONIC_MOE_FP8_SAVE_Z="bf16")
+        FP8Config().node_config(fp8=True)
         assert said() == []
 
 

@@ -193,6 +193,12 @@ def test_overwrite_main_grad_is_read_when_it_runs(problem, tasks):
     assert_same(main_grads(experts), wanted)
 
 
+def test_the_down_projection_is_offered_first(problem, asked):
+    """As Fleet's queue runs them."""
+    Experts(problem).call().backward()
+    assert asked == [DOWN_POINT, UP_GATE_POINT]
+
+
 def test_frozen_weights_are_not_offered(problem, asked):
     experts = Experts(problem)
     hooked = Hooked(experts)

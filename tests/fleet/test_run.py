@@ -1,4 +1,6 @@
-"""`run_sonic_moe` against experts in fp64, in both layouts, from BF16 and from FP8 tokens."""
+"""What calls of `run_sonic_moe` share: layouts that change in place, layers of a pair, weights that are
+quantised once. tests/oracle has the numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +9,23 @@ from itertools import product
 
 import numpy as np
 import pytest
-from engine.fp8_arrivals import quantised
 from engine.moe_golden import make_problem
-from fleet.fleet_calls import Experts, assert_same, bf16, each_layout, overwrite
-from framework import numpy, relative_rmse, tensor, torch
-from node.node_harness import Layer
+from fleet.fleet_calls import (
+    Experts,
+    assert_same,
+    bf16,
+    each_layout,
+    overwrite,
+    to_grouped,
+    to_sonic,
+)
+from framework import numpy, relative_rmse, torch
+from pairwise import pairwise
 
-from sonicmoe.config import SonicMoEConfig
-from sonicmoe.fleet import carrier
 from sonicmoe.fleet import layer as layers
-from sonicmoe.fleet.carrier import Carrier, declare_carrier
 from sonicmoe.fleet.configuration import FP8Config
 from sonicmoe.fleet.layer import all_weights_changed, layer_of, weights_changed
-from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast as quantize_fast
 from sonicmoe.weights.stacked import GROUPED, NATIVE, layout_of_pair
-
-# Fleet's engine keeps z in BF16 unless it is told otherwise.
-FP8 = SonicMoEConfig(engine="reference", fp8_mode="perf", save_z="bf16")
 
 
 @each_layout
@@ -54,37 +56,6 @@ class TestTheCall:
         assert len(prepared) == 1
 
 
-def fp8_tokens(problem, form):
-    """`(codes, scale in one of Fleet's forms, what they stand for)`."""
-    tokens = quantised(problem.x)
-    if form == "fp32":
-        return tokens.codes, tokens.scale_inv, tokens
-    if form == "words":
-        declare_carrier(Carrier.FP32_1X128)
-        return tokens.codes, tokens.scale_inv.view(torch.int32), tokens
-    codes, exponents = quantize_fast(bf16(problem.x), scale_dtype=torch.int32)
-    return codes, exponents, carrier.tokens_from_carrier(codes, exponents).tokens
-
-
-class TestFp8Tokens:
-    """Codes that arrive with their scales."""
-
-    @pytest.mark.parametrize("form", ["fp32", "words", "e8m0"])
-    @each_layout
-    def test_has_the_bits_of_the_node(self, wide, layout, form, undeclared):
-        codes, scale, tokens = fp8_tokens(wide, form)
-        experts = Experts(wide, layout, fp8=True)
-        call = experts.call(x=codes, fp8_scale=scale).backward()
-        node = Layer(wide, arrangement="native", dtype=torch.bfloat16, config=FP8)
-        node.set_main_grad(0.0)
-        scores = tensor(wide.probs, torch.float32, grad=True)
-        out = node.node(tokens.codes, None, tensor(wide.indices), scores, tokens.scale_inv)
-        out.backward(call.dout)
-        assert call.out.dtype == torch.bfloat16
-        assert_same([numpy(call.out), call.dprobs], [numpy(out), numpy(scores.grad)])
-        assert_same(experts.gradients(), node.gradients("main_grad"))
-
-
 class TestLayouts:
     """Shapes tell the layout, anew at each call."""
 
@@ -111,6 +82,27 @@ class TestLayouts:
             assert layer_of(*experts.weights, hidden) is layer
             expected = expected or found
             assert_same(found, expected)
+
+    @pytest.mark.parametrize(
+        ("size", "layout", "fp8"),
+        pairwise([(80, 48), (96, 48), (64, 64)], ["sonic", "grouped"], [False, True]), ids=str,
+    )  # fmt: skip
+    def test_weights_that_change_between_a_forward_and_its_backward(self, size, layout, fp8):
+        """The gradient of w1 has the layout that the weight has when it is added; w2's is grouped."""
+        p = make_problem(hidden=size[0], intermediate=size[1], dtype=torch.bfloat16)
+        experts = Experts(p, layout, main_grad="none", fp8=fp8)
+
+        def grouped():
+            first, second = (numpy(weight.main_grad) for weight in experts.weights)
+            return [to_grouped(0, first) if experts.layout == "sonic" else first, second]
+
+        experts.call().backward()
+        once, call = grouped(), experts.call()
+        experts.convert("sonic" if layout == "grouped" else "grouped")
+        moved = once[0] if experts.layout == "grouped" else to_sonic(0, once[0])
+        overwrite(experts.weights[0].main_grad, moved)
+        call.backward()
+        assert_same(grouped(), [2 * array for array in once])
 
     def test_a_change_of_the_layout_is_seen_where_no_write_is(
         self, wide, prepared, weights_on_a_gpu, traceless

@@ -155,7 +155,7 @@ def test_weight_gradients_that_wait_are_the_same_bits(config):
 @pytest.mark.parametrize("flush", ["auto", "step"])
 def test_two_nodes_on_two_streams_add_in_order(config, options, flush):
     """To the same experts: the first is late, and the second, of mode `flush`, is not."""
-    made = layer(config, memory="slices", **options)
+    made = layer(config, **options)
     nodes, batches = [made.node, made.another_node(flush=flush)], batches_of(300, 307)
     streams = [torch.cuda.Stream() for _ in nodes]
     found = []

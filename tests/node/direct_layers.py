@@ -1,21 +1,19 @@
-"""A layer whose weight gradients go straight into `main_grad`, in memory with known bytes around it,
-and what must hold of it on a GPU engine (tests/gpu/test_hopper_node_gpu.py). PyTorch only.
+"""The layer of the node's GPU tests (tests/gpu/test_hopper_node_gpu.py), with zeros around each of its
+gradients. PyTorch only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
+from oracle.held import spelled, written_beside
 from torch import nn
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 ARRANGEMENTS = ("per_expert", "fused", "native")
-MEMORY = ("own", "slices", "permuted", "none")
-STRANGER = -3.0  # in every byte that is no gradient's
 
 
 @dataclass(frozen=True)
@@ -27,59 +25,6 @@ class Setup:
     dtype: torch.dtype = torch.float32
     sizes: tuple[int, int, int, int] = (4, 40, 24, 2)
     tokens: int = 30
-
-
-class Allocation:
-    """Memory full of strangers, and the part of it that somebody was given."""
-
-    def __init__(self, device, *shape):
-        self.memory = torch.full(shape, STRANGER, device=device)
-        self.given = torch.zeros(shape, dtype=torch.bool, device=device)
-
-    def give(self, view):
-        """What `view` makes of the memory, zeroed."""
-        view(self.given).fill_(True)
-        return view(self.memory).zero_()
-
-    @property
-    def is_untouched(self):
-        """Outside of what was given."""
-        return bool((self.memory[~self.given] == STRANGER).all())
-
-
-def own(weights, device):
-    """A tensor for every parameter, strangers before and behind it."""
-    made = [Allocation(device, weight.numel() + 64) for weight in weights]
-    pairs = zip(made, weights, strict=True)
-    return made, [a.give(lambda m, s=w.shape: m[32:-32].view(s)) for a, w in pairs]
-
-
-def slices(weights, device):
-    """Parts of one communication buffer, strangers between them."""
-    made, start, given = Allocation(device, sum(w.numel() + 8 for w in weights)), 4, []
-    for weight in weights:
-        end = start + weight.numel()
-        given.append(made.give(lambda m, a=start, b=end, s=weight.shape: m[a:b].view(s)))
-        start = end + 8
-    return [made], given
-
-
-def permuted(weights, device):
-    """Memory of every parameter in the other order of a matrix's axes, rows padded."""
-    made, given = [], []
-    for weight in weights:
-        *lead, m, n = weight.shape
-        made.append(Allocation(device, *lead, n + 1, m + 8))
-        given.append(made[-1].give(lambda t, n=n: t[..., :n, 4:-4].transpose(-1, -2)))
-    return made, given
-
-
-def none(weights, device):
-    """The backward makes it."""
-    return [], [None] * len(weights)
-
-
-KINDS = {"own": own, "slices": slices, "permuted": permuted, "none": none}
 
 
 class Expert(nn.Module):
@@ -126,10 +71,10 @@ class DirectLayer:
         return SonicMoEMlpNode(self.experts, *self.setup.sizes[:3], **options)
 
     def bind(self, memory):
-        """`main_grad` of one of `MEMORY`, full of zeros."""
-        self.allocations, given = KINDS[memory](self.weights, self.setup.device)
-        for weight, gradient in zip(self.weights, given, strict=True):
-            weight.main_grad = gradient
+        """`main_grad` full of zeros ("own"), or "none": the backward makes it."""
+        for weight in self.weights:
+            zeros = torch.zeros(weight.shape, device=self.setup.device)
+            weight.main_grad = None if memory == "none" else spelled(zeros)
 
     def clear(self):
         """What an optimizer does after its step."""
@@ -157,13 +102,11 @@ class DirectLayer:
         indices, probs = indices.to(self.setup.device), probs.to(self.setup.device)
         return x.requires_grad_(), indices, probs.requires_grad_(), dout
 
-    def run(self, batch, *, node=None, through=None):
-        """`[out, dx, dprobs]` of one micro-batch; `through` wraps the node, for recompute."""
+    def run(self, batch, *, node=None):
+        """`[out, dx, dprobs]` of one micro-batch."""
         x, indices, probs, dout = batch
         x, probs = (leaf.detach().requires_grad_() for leaf in (x, probs))
-        node = node or self.node
-        call = partial(through, node) if through else node
-        out = call(x, None, indices, probs)
+        out = (node or self.node)(x, None, indices, probs)
         out.backward(dout)
         return [out.detach(), x.grad, probs.grad]
 
@@ -174,7 +117,7 @@ class DirectLayer:
         return results + [gradient.clone() for gradient in self.main_grads]
 
     def check_strangers(self):
-        assert all(allocation.is_untouched for allocation in self.allocations)
+        assert not any(map(written_beside, self.main_grads))
 
 
 def assert_same_bits(actual, wanted, what=None):

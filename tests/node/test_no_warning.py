@@ -28,22 +28,16 @@ ROOT = Path(sonicmoe.__file__).parent
 
 
 def started_with_weight_decay(clear):
-    """A trainer that puts the decay into `main_grad` in place of zeros."""
-    layer = Layer(SMALL, main_grad=0.0)
-    for _ in range(STEPS):
-        with torch.no_grad():
+    """A trainer that puts the decay into `main_grad` in place of zeros: into other memory, and into the
+    same.
+    """
+    for again in (False, True):
+        layer = Layer(SMALL, main_grad=0.0)
+        for _ in range(STEPS):
             for weight in layer.weights:
-                weight.main_grad = (weight.detach() * 0.1).to(torch.float32)
-        layer.step()
-
-
-def decay_in_the_same_memory(clear):
-    layer = Layer(SMALL, main_grad=0.0)
-    for _ in range(STEPS):
-        with torch.no_grad():
-            for weight in layer.weights:
-                weight.main_grad.copy_(weight.detach().to(torch.float32) * 0.1)
-        layer.step()
+                decay = (weight.detach() * 0.1).to(torch.float32)
+                weight.main_grad = weight.main_grad.copy_(decay) if again else decay
+            layer.step()
 
 
 def many_micro_batches(clear):
@@ -151,7 +145,7 @@ def dumped(clear, path="step.npz"):
 
 NEAR = {
     "layer/questions.py": (
-        started_with_weight_decay, decay_in_the_same_memory, many_micro_batches,
+        started_with_weight_decay, many_micro_batches,
         an_optimizer_that_is_set_up_first, another_models_optimizer,
     ),
     "layer/state.py": (gradients_put_off,),

@@ -7,15 +7,14 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from engine.moe_golden import assert_same_bits, golden, make_problem, run_engine
-from framework import numpy, relative_rmse, torch
-from node.node_harness import FULL, Layer
+from engine.moe_golden import assert_same_bits, make_problem, run_engine
+from framework import numpy, torch
+from node.node_harness import Layer
 
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import FlushMode
-from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import (
     RoutingError,
 )
@@ -113,17 +112,6 @@ class TestConfiguration:
         with nullcontext() if explicit else config.activate():
             layer.node.prequantize_weights()
         assert "_read_at" in seen and set(seen.values()) == {(tmp_path, True)}
-
-
-class TestRefusals:
-    def test_other_ranks_experts_are_skipped(self):
-        layer = Layer()
-        here = layer.experts
-        layer.node = SonicMoEMlpNode(
-            [None, *here[:2], None, None, *here[2:]], 4, 80, 48, config=FULL
-        )
-        out = layer.call(counts="none").out
-        assert relative_rmse(numpy(out), golden(layer.problem).out) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A node that reads FP8 copies of its weights, while the parameters hold no memory."""
+"""A node that reads FP8 copies of its weights, while the parameters hold no memory. tests/oracle has the
+bits.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,12 @@ import numpy as np
 import pytest
 from framework import IS_PADDLE, numpy, relative_rmse, torch
 from node.node_harness import (
-    ARRANGEMENTS,
     FP8,
     Layer,
     assert_equal,
     make_problem,
-    problems,
-    recomputed,
 )
-from weights.freed_memory import free, holds_memory, restore
+from weights.freed_memory import free, restore
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.diagnostics.nonfinite import NonFiniteError, detect_nonfinite
@@ -31,14 +30,6 @@ def perf(**changes):
 
 
 RECOMPUTE, ISO = perf(recompute_z=True), perf(iso_weight=True)
-# Whether forward's order may go before the backwards.
-MODES = {
-    "two orders": (FP8, True),
-    "mem": (perf(fp8_mode="mem"), True),
-    "iso": (ISO, False),
-    "recompute": (RECOMPUTE, False),
-    "bf16 wgrad": (perf(fp8_wgrad=False), True),
-}
 
 
 def make_layer(problem=None, config=FP8, arrangement="native"):
@@ -62,40 +53,6 @@ def results(layer, calls):
         call.backward()
     made = [array for call in calls for array in (numpy(call.out), call.dx, call.dprobs)]
     return [*made, *layer.gradients()]
-
-
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("early", [False, True], ids=["kept", "released"])
-@pytest.mark.parametrize(("config", "releases"), MODES.values(), ids=MODES)
-def test_training_without_memory_gives_the_bits_of_training_with_it(
-    config, releases, early, arrangement
-):
-    batches = problems(3)
-    kept = make_layer(batches[0], config, arrangement)
-    expected = results(kept, [kept.call(batch) for batch in batches])
-    layer, copies = copied(batches[0], config, arrangement)
-    calls = [layer.call(batch, copies=copies) for batch in batches]
-    if early:
-        assert (copies.release_forward() == "") is copies.is_released is releases
-    assert_equal(results(layer, calls), expected)
-    assert not any(map(holds_memory, layer.weights))
-    assert copies.iso_weight is (config is ISO)
-    assert layer.node.gradient_bytes == 0
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recompute_reads_copies_again(use_reentrant):
-    kept = make_layer()
-    expected = results(kept, [kept.call()])
-    layer, copies = copied()
-    call = layer.call(copies=copies)
-
-    # No partial: Paddle's re-entrant recompute refuses arguments that are keyword-only.
-    def again(*arguments):
-        return layer.node(*arguments, copies=copies)
-
-    call.out = recomputed(again, *call.arguments, use_reentrant=use_reentrant)
-    assert_equal(results(layer, [call]), expected)
 
 
 ANNOUNCEMENTS = {
@@ -156,7 +113,6 @@ def test_an_announcement_of_nothing_lets_outstanding_backwards_run():
 
 class TestRelease:
     def test_it_frees_forwards_order(self):
-        """Backwards have their bits without it: the test of training without memory, above."""
         layer, copies = copied()
         layer.call(copies=copies)
         forward = [weakref.ref(q) for q in (copies.weights.w1, copies.weights.w2)]

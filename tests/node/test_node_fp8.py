@@ -26,10 +26,6 @@ if IS_PADDLE:
     import paddle
     from paddle.autograd import PyLayer
 
-# Paddle raises an OSError in place of what a backward raises, with the first lines of its message.
-RAISED = OSError if IS_PADDLE else Exception
-
-
 PROBLEM = problem_with_idle_tokens()
 
 
@@ -57,16 +53,10 @@ class Source:
         return self.gradient
 
 
-def directly(function, *arguments):
-    return function(*arguments)
-
-
 class TokensCall:
-    """One forward on quantised tokens, with the gradient going to an expanded element. `through`:
-    recompute, which takes a function and its differentiable arguments.
-    """
+    """One forward on quantised tokens, with the gradient going to an expanded element."""
 
-    def __init__(self, layer, x, *, dx_to="expanded", through=directly):
+    def __init__(self, layer, x, *, dx_to="expanded"):
         p, self.dout = layer.problem, bf16(layer.problem.dout)
         self.probs = tensor(p.probs, torch.float32, grad=True)
         # A leaf behind the expanded element: it gets the sum of dx, and the hook sees dx itself.
@@ -75,11 +65,7 @@ class TokensCall:
             dx_to = bf16(np.zeros((1, 1)), grad=True).expand(*x.codes.shape)
             dx_to.register_hook(self.seen.append)
         routed = counts_of(p), tensor(p.indices)
-
-        def call(dx_to, probs):
-            return layer.node(x.codes, *routed, probs, x_scale=x.scale_inv, dx_to=dx_to)
-
-        self.out = through(call, dx_to, self.probs)
+        self.out = layer.node(x.codes, *routed, self.probs, x_scale=x.scale_inv, dx_to=dx_to)
 
     def backward(self):
         self.out.backward(self.dout)
@@ -99,15 +85,12 @@ class TokensCall:
 class GradientCall:
     """One forward on bf16 tokens; the gradient that autograd delivers is full of NaN."""
 
-    def __init__(self, layer, source, through=directly):
+    def __init__(self, layer, source):
         p = layer.problem
         self.x, self.probs = (tensor(v, torch.float32, grad=True) for v in (p.x, p.probs))
         routed = counts_of(p), tensor(p.indices)
-
-        def call(x, probs):
-            return layer.node(x.to(torch.bfloat16), *routed, probs, dout_source=source)
-
-        self.out = through(call, self.x, self.probs)
+        x = self.x.to(torch.bfloat16)
+        self.out = layer.node(x, *routed, self.probs, dout_source=source)
 
     def backward(self, **options):
         self.out.backward(bf16(np.full(tuple(self.out.shape), np.nan)), **options)
@@ -122,78 +105,46 @@ class GradientCall:
         return numpy(self.probs.grad)
 
 
-class Way:
-    """x or dout of a problem, and how it arrives."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def of(self, problem):
-        return quantised(getattr(problem, self.name))
-
-    def call(self, layer, arrived, **options):
-        if self.name == "x":
-            return TokensCall(layer, arrived, **options)
-        self.source = Source(arrived)
-        return GradientCall(layer, self.source, **options)
-
-    def result(self, problem, arrived, config=FP8, calls=1, **options):
-        layer = bf16_layer(problem, config, **options)
-        for _ in range(calls):
-            call = self.call(layer, arrived).backward()
-        layer.node.step()
-        return layer.result(call)
-
-    def wanted(self, problem, arrived):
-        return run(problem, ISO128, **{self.name: arrived})
+def arriving(way, layer, arrived):
+    """A forward of the layer on an x, or with a dout, that arrived so."""
+    return TokensCall(layer, arrived) if way == "x" else GradientCall(layer, Source(arrived))
 
 
-@pytest.fixture(params=["x", "dout"])
-def way(request):
-    return Way(request.param)
-
-
+@pytest.mark.parametrize("way", ["x", "dout"])
 class TestBothWays:
-    def test_the_bits_of_the_engine(self, problem, way):
-        arrived = way.of(problem)
-        assert_same_bits(way.result(problem, arrived), way.wanted(problem, arrived))
+    """tests/oracle has the bits."""
 
-    def test_an_engine_that_cannot_read_them_gets_their_values(self, problem, way, caplog):
-        arrived = way.of(problem)
+    def test_an_engine_that_cannot_read_them_gets_their_values(self, way, caplog):
+        arrived, layer = quantised(getattr(PROBLEM, way)), bf16_layer(PROBLEM, FULL)
         with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            got = way.result(problem, arrived, FULL, calls=2)
+            call = [arriving(way, layer, arrived).backward() for _ in range(2)][-1]
         (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
         assert "dequantised to bfloat16" in warning.getMessage()
         assert warning.getMessage().endswith("and FP8 is off")
-        values = to_bfloat16(arrived)
-        if way.name == "dout":
-            wanted = way.result(problem, values, FULL, calls=2)
-        else:
-            layer, decoded = bf16_layer(problem, FULL), problem.but(x=numpy(values))
-            wanted = layer.result(layer.step(decoded, decoded))
-        assert_same_bits(got, wanted)
+        plain, values = bf16_layer(PROBLEM, FULL), PROBLEM.but(**{way: numpy(to_bfloat16(arrived))})
+        wanted = [plain.run(values) for _ in range(2)][-1]
+        assert_same_bits(layer.result(call), plain.result(wanted))
 
     @pytest.mark.parametrize("fp8_wgrad", [True, False], ids=["fp8_wgrad", "plain_wgrad"])
-    def test_a_dumped_step_is_healthy_and_holds_the_codes(self, problem, way, fp8_wgrad, tmp_path):
+    def test_a_dumped_step_is_healthy_and_holds_the_codes(self, way, fp8_wgrad, tmp_path):
         config = SonicMoEConfig(engine="reference", fp8_mode="perf", fp8_wgrad=fp8_wgrad)
-        arrived, layer, name = way.of(problem), bf16_layer(problem, config), way.name
+        arrived, layer = quantised(getattr(PROBLEM, way)), bf16_layer(PROBLEM, config)
         layer.node.dump(tmp_path / "step.npz")
-        way.call(layer, poisoned(arrived, problem)).backward()
+        arriving(way, layer, poisoned(arrived, PROBLEM)).backward()
         step = load_dump(tmp_path / "step.npz")
-        served = ((problem.indices >= 0) & (problem.indices < problem.num_experts)).any(1)
+        served = ((PROBLEM.indices >= 0) & (PROBLEM.indices < PROBLEM.num_experts)).any(1)
         for found, wanted in (
-            (getattr(step, name), dequantize(arrived)),
-            (getattr(step, f"{name}_scale"), arrived.scale_inv),
-            (getattr(step, f"{name}_codes"), arrived.bytes.to(torch.int32)),
+            (getattr(step, way), dequantize(arrived)),
+            (getattr(step, f"{way}_scale"), arrived.scale_inv),
+            (getattr(step, f"{way}_codes"), arrived.bytes.to(torch.int32)),
         ):
             np.testing.assert_array_equal(found[served], numpy(wanted)[served])
-        other = "dout" if name == "x" else "x"
-        assert getattr(step, f"{other}_codes") is None
+        assert getattr(step, "dout_codes" if way == "x" else "x_codes") is None
         assert step.settings.dtype == "bfloat16"
-        assert name == "x" or not step.dout[~served].any()
+        assert way == "x" or not step.dout[~served].any()
         report = bisect(step, "reference")
         assert report.healthy, report.fault
-        assert f"wgrad_{name}" not in report.missing
+        assert f"wgrad_{way}" not in report.missing
 
 
 class TestTokens:
@@ -278,8 +229,9 @@ def test_paddles_recompute_takes_it_by_position(problem):
 
 class TestGradients:
     def test_a_source_may_return_a_plain_gradient(self, problem):
-        found = Way("dout").result(problem, bf16(problem.dout))
-        assert_same_bits(found, run(problem, ISO128))
+        layer = bf16_layer(problem)
+        call = GradientCall(layer, Source(bf16(problem.dout))).backward()
+        assert_same_bits(layer.result(call), run(problem, ISO128))
 
     def test_it_is_asked_once_by_every_backward_and_by_no_forward(self, problem):
         layer, source = bf16_layer(problem), Source(quantised(problem.dout))
@@ -306,52 +258,19 @@ class TestGradients:
 
 
 @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch casts gradients before a backward sees them")
-class TestAutogradsOwnGradient:
-    """Without a source nobody takes codes for numbers."""
+def test_an_e4m3_gradient_without_a_source_is_refused(problem):
+    """Nobody takes codes for numbers. With a source: tests/fleet/test_combine_grad.py."""
 
-    def delivered(self, out, given):
-        """The output behind an operation whose backward delivers `given`."""
+    class Combine(PyLayer):
+        @staticmethod
+        def forward(ctx, out):
+            return out.clone()
 
-        class Combine(PyLayer):
-            @staticmethod
-            def forward(ctx, out):
-                return out.clone()
+        @staticmethod
+        def backward(ctx, gradient):
+            return quantised(problem.dout).codes
 
-            @staticmethod
-            def backward(ctx, gradient):
-                return given
-
-        return Combine.apply(out)
-
-    @pytest.mark.parametrize("sourced", [False, True])
-    def test_an_e4m3_gradient(self, problem, sourced):
-        dout = quantised(problem.dout)
-        source = Source(dout) if sourced else None
-        call = GradientCall(bf16_layer(problem), source)
-        call.out = self.delivered(call.out, dout.codes)
-        if not sourced:
-            with pytest.raises(RAISED, match="dout is float8_e4m3fn without its scales"):
-                call.backward()
-            return
+    call = GradientCall(bf16_layer(problem), None)
+    call.out = Combine.apply(call.out)
+    with pytest.raises(OSError, match="dout is float8_e4m3fn without its scales"):
         call.backward()
-        (asked,) = source.asked
-        assert asked.dtype == torch.float8_e4m3fn
-        np.testing.assert_array_equal(call.dx, run(problem, ISO128, dout).dx)
-
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("gradient", "words"),
-        [
-            (lambda _: None, "take returned NoneType; needed: a BlockScaledTensor or a tensor"),
-            (lambda _: ("codes", "scales"), "take returned tuple"),
-            (lambda p: quantised(p.dout).codes, "dout is float8_e4m3fn without its scales"),
-            (lambda p: quantised(p.dout[:36]), r"dout has shape \(36, 256\); needed: \(37, 256\)"),
-        ],
-    )
-    def test_what_is_no_gradient(self, problem, gradient, words):
-        """After the refusal nothing was added."""
-        layer = bf16_layer(problem)
-        with pytest.raises(RAISED, match=words):
-            GradientCall(layer, Source(gradient(problem))).backward()
-        assert not layer.has_gradients()

@@ -150,21 +150,6 @@ def optimizer_of(weights):
     return torch.optim.SGD(weights, lr=1e-3)
 
 
-class TestCorrectLoops:
-    """None of them reads a word, over three optimizer steps."""
-
-    @each_flush
-    def test_two_optimizers(self, said, flush):
-        layer = Layer(flush=flush)
-        optimizers = [optimizer_of(layer.weights[::2]), optimizer_of(layer.weights[1::2])]
-        for _ in range(3):
-            layer.step()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.clear_grad() if IS_PADDLE else optimizer.zero_grad()
-        assert said() == []
-
-
 class TestQuestions:
     def test_a_loop_that_never_calls_step_is_asked_once(self, said, monkeypatch):
         """`main_grad` stays None, so that no optimizer touches the experts and nothing changes."""

@@ -9,7 +9,6 @@ import pytest
 from engine.moe_golden import assert_same_bits, make_problem
 from framework import IS_PADDLE, torch
 from node.node_harness import (
-    ARRANGEMENTS,
     FP8,
     FULL,
     Layer,
@@ -19,8 +18,6 @@ from node.node_harness import (
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine import reference
-from sonicmoe.engine.interface import GradientMode
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ep import LocalDispatcher
 
 if IS_PADDLE:
@@ -28,54 +25,36 @@ if IS_PADDLE:
 
 STAGEWISE = SonicMoEConfig(engine="reference", fp8_mode="mem")
 CONFIGS = {"full": FULL, "fp8": FP8, "stagewise": STAGEWISE}
-WHERE = ("main_grad", "main_grad, flushed", "grad")
+
+
+def accumulator_of(weight):
+    return weight.expand_as(weight).grad_fn.next_functions[0][0]
 
 
 class TestHooks:
-    """Hooks of a weight are where communication overlap starts: each fires once per backward, with
-    the gradient complete.
-    """
+    """Hooks of a weight are where communication overlap starts; the oracle has when they fire."""
 
-    @pytest.fixture
-    def layer_of(self, monkeypatch):
-        """A layer whose gradients the engine adds there, or the flush."""
-
-        def make(where, **options):
-            if where == "main_grad, flushed":
-                monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "for a test")
-            return Layer(main_grad="absent" if where == "grad" else 0.0, **options)
-
-        return make
-
-    def watch(self, layer, attribute):
-        """`(index, gradient)` of every hook that fires."""
-        fired, layer.accumulators = [], []
+    def test_each_fires_once_where_the_backward_flushes(self, engine):
+        """Of the weight and of its node in the graph, with the gradient complete."""
+        engine("elsewhere")
+        batches, fired = problems(2), []
+        layer = Layer(batches[0], main_grad=0.0)
         for index, weight in enumerate(layer.weights):
 
             def look(*_, weight=weight, index=index):
-                fired.append((index, getattr(weight, attribute).clone()))
+                fired.append((index, weight.main_grad.clone()))
 
-            accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
-            accumulator.register_hook(look)
+            layer.accumulators = [*getattr(layer, "accumulators", ()), accumulator_of(weight)]
+            layer.accumulators[-1].register_hook(look)
             weight.register_post_accumulate_grad_hook(look)
-            layer.accumulators.append(accumulator)
-        return fired
-
-    @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-    @pytest.mark.parametrize("where", WHERE)
-    def test_each_fires_once_per_backward(self, arrangement, where, layer_of):
-        batches = problems(2)  # expert 2 has no token in any of them
-        layer = layer_of(where, problem=batches[0], arrangement=arrangement)
-        attribute, both = where.split(",")[0], 2 * len(layer.weights)
-        fired = self.watch(layer, attribute)
-        for times, problem in enumerate(batches, start=1):
+        every = sorted(2 * [*range(len(layer.weights))])
+        for problem in batches:
             layer.run(problem)
-            expected = list(range(len(layer.weights))) * 2 * times
-            assert sorted(index for index, _ in fired) == sorted(expected)
-        for index, seen in fired[-both:]:
-            assert torch.equal(seen, getattr(layer.weights[index], attribute)), "incomplete"
+            assert sorted(index for index, _ in fired) == every
+            assert all(torch.equal(seen, layer.weights[index].main_grad) for index, seen in fired)
+            fired.clear()
         layer.node.step()
-        assert len(fired) == 2 * both
+        assert not fired
 
     def test_one_that_raises_leaves_the_gradient_where_it_is(self):
         layer = Layer(main_grad=0.0)
@@ -133,18 +112,9 @@ class TestMemory:
         assert [ref() is not None for ref in kept] == [False, False]
 
     @pytest.mark.parametrize("frozen", [None, 1], ids=["all trained", "one frozen"])
-    def test_separate_experts_share_what_an_engine_writes(self, monkeypatch, frozen):
+    def test_separate_experts_share_what_an_engine_writes(self, engine, frozen):
         """Autograd takes the memory of each projection as it is: every `.grad` is a part of it."""
-
-        def write(engine, pending, targets):
-            if targets.mode is GradientMode.FRESH:
-                for memory in targets.tensors():
-                    memory.zero_()
-            add(engine, pending, targets)
-
-        add = ReferenceEngine.backward_dw
-        monkeypatch.setattr(ReferenceEngine, "backward_dw", write)
-        monkeypatch.setattr(ReferenceEngine, "writes_gradients", lambda *_: True)
+        engine("writes")
         batches = problems(2)
         layer, wanted = Layer(batches[0]), Layer(batches[0], main_grad=0.0)
         for each in (layer, wanted):

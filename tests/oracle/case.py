@@ -35,10 +35,11 @@ SIZES = (
 # The first value is the one that `shrink` prefers.
 AXES: dict[str, tuple[Any, ...]] = {
     "face": (
-        "node", "stacked", "triples", "moe", "plain", "transformers", "fleet", "sorted", "rows",
+        "node", "stacked", "triples", "moe", "plain", "transformers", "fleet", "steps", "sorted",
+        "rows",
     ),
     "law": (
-        "repeat", "poison", "memory", "permuted", "trains", "recompute", "face", "arrangement", "split", "scaled",
+        "repeat", "poison", "memory", "full", "permuted", "trains", "recompute", "face", "arrangement", "split", "scaled",
         "nonfinite",
     ),
     "recipe": ("none", *FP8_RECIPES),
@@ -60,6 +61,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "stagewise_memory": (False, True),
     "fp8_wgrad": (True, False),
     "iso_weight": (False, True),
+    "copies": (False, True),
     "counts": ("none", "list", "tensor"),
     "index": ("int64", "int32"),
     "spelling": ("contiguous", "strided"),
@@ -80,7 +82,8 @@ class Case:
     columns in turns, "numbered" matrices of two modules as Megatron-Core has them. recipe: "none",
     or of FP8. own: the layer has activation parameters of its own. adapters: projections that have a
     low-rank pair. trains: which of weights and biases. gradients: where those of weights go: `.grad`,
-    a `main_grad` that holds something, or one that is None. places: how elements of such a
+    a `main_grad` that holds something, or one that is None. copies: FP8 copies are read in the place of
+    weights that hold no memory. places: how elements of such a
     `main_grad` lie (`held.spelled`). arrivals: what its sender has quantised.
     spelling: how x, the probabilities, the ids and the gradient of the output lie in memory. scene:
     which part of an operand is `LOUD` times as large. schedule: one micro-batch, two, two whose
@@ -109,6 +112,7 @@ class Case:
     stagewise_memory: bool = False
     fp8_wgrad: bool = True
     iso_weight: bool = False
+    copies: bool = False
     counts: str = "none"
     index: str = "int64"
     spelling: str = "contiguous"

@@ -4,7 +4,7 @@ all gradients as fp64 arrays in the user's layouts, whoever computed them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,15 +13,18 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
+from faults import CAUGHT, FULL_GPU, FULL_HOST, Allocations
 from framework import IS_PADDLE, numpy, parameter, recomputed, tensor, torch, want_gradient
 from oracle.case import AXES, GATED, OWN, Case
 from oracle.golden import ADAPTER_SCALE, ROUTERS, Scene
-from oracle.held import Snapshot, spelled, written_beside
+from oracle.held import Hooked, Snapshot, in_a_buffer, spelled, written_beside
+from weights.freed_memory import free
 
 from sonicmoe.config import SonicMoEConfig
 from sonicmoe.engine.low_rank import Adapters, LowRank
 from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
+from sonicmoe.errors import OutOfMemoryError
 from sonicmoe.layer.state import LayerState
 from sonicmoe.layouts import GateUp, WeightLayout
 from sonicmoe.quant.tokens import quantize_tokens
@@ -80,15 +83,16 @@ class Layer:
         }
         for weight in self.weights:
             if case.gradients != "autograd":
-                held = self.tensor(np.full(tuple(weight.shape), HELD))
-                held = None if case.gradients == "unset" else spelled(held, case.places)
-                weight.main_grad = held
+                weight.main_grad = None if case.gradients == "unset" else self.main_grad_of(weight)
             if case.frozen:
                 want_gradient(weight, False)
         own = {f"weight {index}": weight for index, weight in enumerate(self.weights)}
         own |= {f"{n}.{f}": getattr(pair, f) for n, pair in self.pairs.items() for f in ("a", "b")}
-        self.snapshots = [Snapshot(**own)]
+        self.snapshots = [] if case.copies else [Snapshot(**own)]
         self.main_grads = [getattr(weight, "main_grad", None) for weight in self.weights]
+
+    def main_grad_of(self, weight: Any) -> Any:
+        return in_a_buffer(self.tensor(np.full(tuple(weight.shape), HELD)), self.case.places)
 
     def require_untouched(self) -> None:
         """A step writes gradients, and nothing else of its caller's."""
@@ -97,6 +101,20 @@ class Layer:
         for weight, held in zip(self.weights, self.main_grads, strict=True):
             if held is not None:
                 assert weight.main_grad is held and not written_beside(held)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks of the weights fire once in each backward, with what it leaves."""
+        return self.case.flush == "auto"
+
+    def watch_hooks(self) -> Hooked:
+        watched = self.weights if self.has_hooks and not self.case.frozen else []
+        return Hooked(watched, lambda weight: host(self.gradient(weight)))
+
+    def require_hooks(self, hooked: Hooked, backwards: int) -> None:
+        for weight, seen in zip(self.weights, hooked.seen, strict=False):
+            assert len(seen) == backwards
+            np.testing.assert_array_equal(seen[-1], host(self.gradient(weight)))
 
     @property
     def bias_trains(self) -> list[bool]:
@@ -150,6 +168,9 @@ class Layer:
         torch._dynamo.reset()
         return torch.compile(function, fullgraph=True, backend="aot_eager")
 
+    def backward(self, call: Call) -> None:
+        call.value.backward(call.gradient)
+
     def finish(self) -> None:
         """What ends a step."""
 
@@ -199,6 +220,12 @@ class Node(Layer):
         "arrangement": ("per_expert", "fused", "native", "numbered"), "schedule": EAGER,
     }  # fmt: skip
 
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self.copies = self.node.make_copies() if self.case.copies else None
+        if self.copies is not None:
+            free(*self.weights)
+
     def make_weights(self) -> list[Any]:
         options: dict[str, Any] = {"activation_parameters": self.options, "config": self.config}
         if self.case.arrangement == "numbered":
@@ -238,7 +265,7 @@ class Node(Layer):
             x, given = sent.codes, given | {"x_scale": sent.scale_inv, "dx_to": x}
         if self.case.arrivals in ("dout", "both"):
             given["dout_source"] = Source(quantize_tokens(self.tensor(scene.dout).to(self.dtype)))
-        return self.node(x, self.counts(scene), indices, probs, **given)
+        return self.node(x, self.counts(scene), indices, probs, copies=self.copies, **given)
 
     def counts(self, scene: Scene) -> Any:
         counts = np.bincount(scene.indices[scene.valid], minlength=scene.num_experts)
@@ -249,6 +276,12 @@ class Node(Layer):
         self.tokens_per_expert = tensor(counts)
         self.snapshots.append(Snapshot(counts=self.tokens_per_expert))
         return self.tokens_per_expert
+
+    def backward(self, call: Call) -> None:
+        """Forward's order of the copies may go before the first of two backwards."""
+        if self.copies is not None and self.case.schedule == "crossed" and self.case.law != "full":
+            self.copies.release_forward()
+        super().backward(call)
 
     def finish(self) -> None:
         self.node.step()
@@ -272,7 +305,7 @@ class Source:
 
 
 SORTED: dict[str, tuple[Any, ...]] = {
-    "arrivals": ("plain",), "index": ("int64",), "schedule": EAGER, "counts": ("list", "none"),
+    "copies": (False,), "arrivals": ("plain",), "index": ("int64",), "schedule": EAGER, "counts": ("list", "none"),
 }  # fmt: skip
 
 
@@ -305,7 +338,7 @@ class Sorted(Node):
 
 OF_TORCH = {
     "gradients": ("autograd",), "flush": ("auto",), "first": ("add",), "arrivals": ("plain",),
-    "counts": ("none",), "stagewise_memory": (False,),
+    "counts": ("none",), "stagewise_memory": (False,), "copies": (False,),
 }  # fmt: skip
 
 
@@ -507,18 +540,34 @@ class Fleet(Layer):
     takes: ClassVar = {
         "arrangement": ("native", "fused"), "dtype": ("bfloat16",), "bias": (False,),
         "adapters": ("none",), "flush": ("auto",), "first": ("add",), "arrivals": ("plain",),
-        "activation": tuple(GATED), "spelling": ("contiguous",), "schedule": EAGER,
-        "places": ("contiguous",),
+        "copies": (False,), "activation": tuple(GATED), "spelling": ("contiguous",), "schedule": EAGER,
+        "places": ("contiguous", "turned"),
     }  # fmt: skip
     make_weights = Stacked.make_weights
     counts = Node.counts
 
+    def main_grad_of(self, weight: Any) -> Any:
+        """In the weight's layout, or in the other one."""
+        experts, *sizes = weight.shape
+        sizes = sizes[::-1] if self.case.places == "turned" else sizes
+        return in_a_buffer(self.tensor(np.full((experts, *sizes), HELD)), "contiguous")
+
     def in_user_layout(self, found: list[np.ndarray]) -> list[np.ndarray]:
-        dw1, dw2 = super().in_user_layout(found)
-        # Fleet's rule for a second weight whose `main_grad` is made here, or fits both layouts.
-        made, square = self.case.gradients == "unset", self.scene.x.shape[1] == dw2.shape[1]
-        grouped = made or (square and self.case.gradients == "main_grad")
-        return [dw1, found[1] if grouped else dw2]
+        """Shapes tell the layout of each; Fleet has rules where they do not."""
+        fused = [self.case.arrangement == "fused"] * 2
+        turned = self.case.places == "turned"
+        inner, hidden = self.scene.down.shape[1:]
+        grouped = [fused[0] != (turned and hidden != 2 * inner), fused[1] != turned]
+        if self.case.gradients == "unset" or (
+            inner == hidden and self.case.gradients == "main_grad"
+        ):
+            grouped[1] = True
+        rows = np.arange(2 * inner).reshape(inner, 2).T.reshape(-1)
+        dw1, dw2 = (
+            array if is_grouped else array.transpose(0, 2, 1)
+            for array, is_grouped in zip(found, grouped, strict=True)
+        )
+        return [dw1 if grouped[0] else dw1[:, :, rows], dw2]
 
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
         from sonicmoe.fleet.run import run_sonic_moe
@@ -545,18 +594,57 @@ class Fleet(Layer):
         return made if numbers else None
 
 
+class Steps(Fleet):
+    """`ExpertsStep`, whose backward is a call of its own; in FP8 with Fleet's handle of a gradient."""
+
+    takes: ClassVar = {
+        **Fleet.takes, "arrivals": AXES["arrivals"], "schedule": ("one", "two", "crossed"),
+    }  # fmt: skip
+
+    @property
+    def has_hooks(self) -> bool:
+        return IS_PADDLE
+
+    def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
+        from sonicmoe.fleet.overlap import ExpertsStep
+
+        sent = quantize_tokens(x.detach()) if self.case.arrivals in ("x", "both") else None
+        codes, scale = (x, None) if sent is None else (sent.codes, sent.scale_inv)
+        handle: dict[str, Any] = {}
+        step = ExpertsStep(
+            *(scene.indices.shape[1], scene.num_experts, *self.weights, self.case.fp8, handle),
+            *(self.fleets_config, self.activation),
+        )
+        out = step.forward(codes, indices, probs, self.counts(scene), scale)
+        if self.case.arrivals in ("dout", "both"):
+            made = quantize_tokens(self.tensor(scene.dout).to(self.dtype))
+            handle |= {"data": made.codes, "scale": made.scale_inv}
+        out.step, out.handle = step, handle
+        return out
+
+    def backward(self, call: Call) -> None:
+        dout = call.gradient
+        if call.value.handle:  # what autograd hands over is a placeholder
+            dout = self.tensor(np.full(tuple(dout.shape), np.nan)).to(dout.dtype)
+        call.leaf.grad, call.probs.grad = call.value.step.backward(dout)
+        assert not call.value.handle
+
+
 LAYERS: dict[str, type[Layer]] = {
     "node": Node, "sorted": Sorted, "stacked": Stacked, "triples": Triples, "moe": Module, "plain": Plain,
-    "transformers": Transformers, "fleet": Fleet, "rows": Rows,
+    "transformers": Transformers, "fleet": Fleet, "steps": Steps, "rows": Rows,
 }  # fmt: skip
 ONE_SLOT = "sorted", "rows"
-FACES = ("node", "sorted", "fleet") if IS_PADDLE else tuple(LAYERS)
+NAMES_A_CURE = "node", "sorted", "fleet"  # where memory runs out
+OF_FLEET = "fleet", "steps"
+FACES = ("node", "sorted", *OF_FLEET) if IS_PADDLE else tuple(LAYERS)
 
 
 # What the engines of a GPU have of the axes: their tokens have 16 bits.
 ON_A_GPU: dict[str, tuple[Any, ...]] = {
-    "face": tuple(name for name in ("node", *FACES) if name not in ROUTERS),
-    "dtype": ("bfloat16", "float16"), "schedule": EAGER,
+    "face": tuple(name for name in ("node", *FACES) if name not in (*ROUTERS, "steps")),
+    "law": tuple(law for law in AXES["law"] if law != "full"),  # tests/gpu/test_faults_gpu.py
+    "dtype": ("bfloat16", "float16"), "schedule": EAGER, "copies": (False,),
 }  # fmt: skip
 ENGINES: dict[str, dict[str, tuple[Any, ...]]] = {
     "reference": {},
@@ -609,17 +697,16 @@ def _with(case: Case, takes: dict[str, tuple[Any, ...]]) -> Case:
 
 def _that_exclude_each_other(case: Case, engine: str) -> dict[str, Any]:
     """Values in the place of those that mean nothing beside others of the case, or are refused."""
-    changes: dict[str, Any] = {}
+    changes = _of_the_law(case)
     if not case.fp8:
-        changes |= {name: AXES[name][0] for name in OF_FP8}
+        changes |= {name: AXES[name][0] for name in (*OF_FP8, "copies")}
     elif not case.recipe.startswith("iso"):
         changes["iso_weight"] = False
-    if case.activation not in OWN or (case.face, case.activation) == ("fleet", "swiglu_oai"):
+    if case.activation not in OWN or (case.face in OF_FLEET and case.activation == "swiglu_oai"):
         changes["own"] = False
-    if case.schedule == "graph":  # each graph takes time
-        changes["law"] = "split"
     if IS_PADDLE:
-        changes |= {"spelling": "contiguous", "places": "contiguous"}
+        turned = "contiguous" if case.face not in OF_FLEET else case.places
+        changes |= {"spelling": "contiguous", "places": turned}
     if case.arrangement == "halves" and not case.gated:
         changes["arrangement"] = "native"
     if case.arrivals != "plain":
@@ -637,6 +724,16 @@ def _that_exclude_each_other(case: Case, engine: str) -> dict[str, Any]:
     elif case.flush == "step":
         changes["first"] = "add"
     return changes | _of_sizes(case, engine)
+
+
+def _of_the_law(case: Case) -> dict[str, Any]:
+    if case.schedule == "graph":  # each graph takes time
+        return {"law": "split"}
+    if case.law != "full":
+        return {}
+    # What a sender quantises, and the copy of strided tokens, are made outside of a call.
+    named = "full" if case.face in NAMES_A_CURE else "repeat"
+    return {"arrivals": "plain", "spelling": "contiguous", "law": named}
 
 
 def _of_sizes(case: Case, engine: str) -> dict[str, Any]:
@@ -674,9 +771,34 @@ def everywhere(config: SonicMoEConfig) -> Iterator[None]:
         yield
 
 
-def run(case: Case, scene: Scene, engine: str = "reference") -> dict[str, np.ndarray]:
+class Trial:
+    """Makes the calls of a step one after the other. Of those that have a number in `fails_at` this
+    allocation fails, and they are made again. seen: how many allocations each of them made.
+    """
+
+    def __init__(self, fails_at: Sequence[int | None] = ()) -> None:
+        self.fails_at, self.seen, self.errors = [*fails_at], list[int](), list[str]()
+
+    def __call__(self, call: Callable[[], Any], again: Callable[[], Any] | None = None) -> Any:
+        number = self.fails_at.pop(0) if self.fails_at else None
+        allocations = Allocations(number, FULL_GPU if (number or 0) % 2 else FULL_HOST)
+        try:
+            with allocations:
+                return call()
+        except (*CAUGHT, OutOfMemoryError) as error:
+            self.errors.append(str(error))
+        finally:
+            self.seen.append(allocations.seen)
+        return (again or call)()
+
+
+def run(
+    case: Case, scene: Scene, engine: str = "reference", trial: Trial | None = None
+) -> dict[str, np.ndarray]:
     """Output and gradients by name, as `golden` has them; those of one micro-batch after the other."""
+    made = trial or (lambda call, again=None: call())
     layer = LAYERS[case.face](case, scene, engine)
+    hooked = layer.watch_hooks()
     half = len(scene.x) // 2
     halves = [slice(None, half), slice(half, None)]
     parts = halves if case.schedule in ("two", "crossed") else [slice(None)]
@@ -684,13 +806,14 @@ def run(case: Case, scene: Scene, engine: str = "reference") -> dict[str, np.nda
     with nullcontext() if isinstance(layer, Node) else everywhere(layer.config):
         calls = []
         for part in parts:
-            calls.append(Call(layer, scene.tokens(part)))
+            calls.append(made(partial(Call, layer, scene.tokens(part))))
             if case.schedule != "crossed":
-                calls[-1].backward()
+                made(calls[-1].backward, calls[-1].again)
         for call in reversed(calls) if case.schedule == "crossed" else ():
-            call.backward()
-        layer.finish()
+            made(call.backward, call.again)
+        made(layer.finish)
     layer.require_untouched()
+    layer.require_hooks(hooked, len(calls))
     found = {
         name: np.concatenate([getattr(call, name) for call in calls])
         for name in ("out", "dx", "dprobs")
@@ -716,7 +839,7 @@ class Call:
     """A forward of one micro-batch whose backward is still to come."""
 
     def __init__(self, layer: Layer, scene: Scene) -> None:
-        case = layer.case
+        self.layer, case = layer, layer.case
         self.leaf = layer.leaf(scene.x, layer.dtype, True, case.spelling)
         self.probs = layer.leaf(scene.probs, torch.float32, case.face not in ROUTERS, case.spelling)
         self.gradient = layer.leaf(scene.dout, layer.dtype, False, case.spelling)
@@ -741,7 +864,17 @@ class Call:
             self.value.detach().zero_()
 
     def backward(self) -> None:
-        self.value.backward(self.gradient)
+        self.layer.backward(self)
+
+    def again(self) -> None:
+        """Behind a backward that failed. Paddle runs none twice, and other operations freed what they
+        had saved.
+        """
+        case = self.layer.case
+        repeats = case.face == "node" and case.schedule != "checkpoint"
+        if IS_PADDLE or case.stagewise_memory or not repeats:
+            self.forward()
+        self.backward()
 
     @property
     def dx(self) -> np.ndarray:

@@ -5,7 +5,7 @@ storages are compared, the bytes between and around a view's own too. Paddle sho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,35 @@ def spelled(values: Any, spelling: str = "contiguous") -> Any:
     size = 2 * MARGIN + step * math.prod(sizes[:-1]) * width
     memory = torch.zeros(size, dtype=values.dtype, device=values.device)
     return memory.as_strided(packed.shape, strides, MARGIN).copy_(packed).detach()
+
+
+def in_a_buffer(values: Any, spelling: str) -> Any:
+    """`spelled`; under Paddle a slice of a communication buffer of zeros, shaped as it shapes them."""
+    if not IS_PADDLE:
+        return spelled(values, spelling)
+    size = math.prod(values.shape)
+    buffer = torch.zeros(size + 2 * MARGIN, dtype=values.dtype)
+    piece = buffer._slice(MARGIN, MARGIN + size)
+    piece.get_tensor()._set_dims(values.shape)
+    piece.copy_(values)
+    piece.around = buffer
+    return piece
+
+
+class Hooked:
+    """What the gradients of weights were whenever their hooks fired, as whoever reduces them sees them."""
+
+    def __init__(self, weights: list[Any], gradient: Callable[[Any], Any]) -> None:
+        self.seen: list[list[Any]] = [[] for _ in weights]
+        for weight, seen in zip(weights, self.seen, strict=True):
+
+            def fired(*_: Any, weight: Any = weight, seen: list[Any] = seen) -> None:
+                seen.append(gradient(weight))
+
+            if IS_PADDLE:
+                weight._register_backward_hook(fired)
+            else:
+                weight.register_post_accumulate_grad_hook(fired)
 
 
 def storage_bytes(tensor: Any) -> Any:
@@ -87,7 +116,8 @@ def untouched(**tensors: Any) -> Iterator[None]:
 def written_beside(memory: Any) -> bool:
     """Whether something stands around a tensor of `spelled`, or between its elements, that was zeros."""
     if IS_PADDLE:
-        return False
+        whole = numpy(memory.around)
+        return bool(whole[:MARGIN].any() or whole[-MARGIN:].any())
     whole = torch.empty(0, dtype=memory.dtype, device=memory.device)
     whole = whole.set_(memory.detach().untyped_storage()).clone()
     whole.as_strided(memory.shape, memory.stride(), memory.storage_offset()).zero_()

@@ -112,8 +112,8 @@ class TestTheBarsAndTheLaws:
     def test_a_bit_that_moves_from_run_to_run(self, law, monkeypatch):
         runs = []
 
-        def moving(case, scene, engine="reference"):
-            found = run(case, scene, engine)
+        def moving(case, scene, engine="reference", trial=None):
+            found = run(case, scene, engine, trial)
             runs.append(case)
             found["out"][0, 0] += 1e-6 * len(runs)
             return found

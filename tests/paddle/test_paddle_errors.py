@@ -4,11 +4,9 @@ needed.
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
+import paddle
 import pytest
-from ernie import paddle
 from framework import numpy, tensor, torch
 from node.node_harness import FP8, Layer, assert_equal
 
@@ -19,11 +17,6 @@ from sonicmoe.interop import check_paddle_version
 @pytest.fixture
 def layer():
     return Layer(flush="step", main_grad=0.0)
-
-
-def refused(error, *words):
-    """`pytest.raises` that wants every word in the message."""
-    return pytest.raises(error, match="".join(f"(?=.*{re.escape(word)})" for word in words))
 
 
 def test_a_refused_call_leaves_no_trace(layer):
@@ -58,7 +51,7 @@ def test_versions_of_paddle_with_and_without_the_proxy():
     for text in ("3.3.0", "3.4.0.dev1", "0.0.0", "10.0.1+cpu"):
         check_paddle_version(text)
     for text in ("3.2.2", "2.6.2", "3.0.0rc1"):
-        with refused(FrameworkError, f"paddle {text}", "3.3.0"):
+        with pytest.raises(FrameworkError, match=rf"paddle {text}.*3\.3\.0"):
             check_paddle_version(text)
 
 

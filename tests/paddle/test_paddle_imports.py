@@ -11,10 +11,6 @@ from pathlib import Path
 
 import processes
 import pytest
-from paddle_face import SKIP_REASON
-
-if SKIP_REASON is not None:
-    pytest.skip(SKIP_REASON, allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 HAS_TORCH = importlib.util.find_spec("torch") is not None

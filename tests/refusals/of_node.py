@@ -11,7 +11,7 @@ from engine.moe_golden import factors_of, make_problem
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from node.node_harness import FULL, Layer, counts_of, recomputed, want_gradient
 from node.test_node_copies import copied, make_layer, perf
-from node.test_node_fp8 import GradientCall, TokensCall, bf16, bf16_layer
+from node.test_node_fp8 import GradientCall, Source, TokensCall, bf16, bf16_layer
 from node.test_node_step import in_one_buffer
 from refusals.table import rows, scenes
 from weights.freed_memory import free
@@ -176,6 +176,10 @@ def written_scale():
     call.backward()
 
 
+def no_gradient(given):
+    GradientCall(bf16_layer(IDLE), Source(given())).backward()
+
+
 def leaf_codes():
     x = quantised(IDLE.x)
     x.codes.stop_gradient = False
@@ -202,6 +206,12 @@ NO_SOURCE = r"dout_source is .*; needed: an object with take"
 ROWS += scenes(
     *((DTypeError, NO_SOURCE, lambda given=given: GradientCall(bf16_layer(IDLE), given))
       for given in (quantised(IDLE.dout), {"data": None})),
+    *(((*LATE, DTypeError, ShapeError), words, partial(no_gradient, given)) for words, given in (
+        ("take returned NoneType; needed: a BlockScaledTensor or a tensor", lambda: None),
+        ("take returned tuple", lambda: ("codes", "scales")),
+        ("dout is float8_e4m3fn without its scales", lambda: quantised(IDLE.dout).codes),
+        (r"dout has shape \(36, 256\); needed: \(37, 256\)", lambda: quantised(IDLE.dout[:36])),
+    )),
     *((NonFiniteError, f"input {way} at token 1", partial(nan_scale, way)) for way in ("x", "dout")),
     (LATE, r"modified by an inplace|x_scale was written|overwritten", written_scale),
 )  # fmt: skip
@@ -279,6 +289,24 @@ def another_buffer():
     layer.node.step()
 
 
+def another_route():
+    """The recomputed forward routes one token elsewhere; counts stay the same, so shapes cannot give it
+    away.
+    """
+    problem = make_problem(tokens=8, topk=1, empty=())
+    problem = problem.but(indices=np.arange(8).reshape(8, 1) % 4)
+    other = problem.indices.copy()
+    other[[0, 1]] = other[[1, 0]]
+    routes, layer = iter([problem.indices, other]), Layer(problem)
+    call = layer.call()
+
+    def forward(x, probs):
+        return layer.node(x, None, tensor(next(routes)), probs)
+
+    call.out = recomputed(forward, call.x, call.probs, use_reentrant=False)
+    call.backward()
+
+
 NO_MEMORY = r"weights \[1\] of the experts hold no memory"
 NO_RECIPE = "reference engine computes without FP8 recipe"
 ROWS += rows(
@@ -299,6 +327,7 @@ ROWS += scenes(
     (ShapeError, r"weight1 has shape .* and weight2", lambda: by_name((..., slice(-2)), ())),
     (ShapeError, "by now; the node was made for", lambda: by_name(slice(2), slice(2))),
     (RuntimeError, "main_grad lies elsewhere than at the first", another_buffer),
+    ((RoutingError, OSError), "routing differs between forward and recompute", another_route),
 )  # fmt: skip
 
 
@@ -317,24 +346,6 @@ def expanded():
     weight = layer.weights[1]
     weight.main_grad = torch.zeros(weight.shape[1]).expand(weight.shape)
     layer.run()
-
-
-def another_route():
-    """The recomputed forward routes one token elsewhere; counts stay the same, so shapes cannot give it
-    away.
-    """
-    problem = make_problem(tokens=8, topk=1, empty=())
-    problem = problem.but(indices=np.arange(8).reshape(8, 1) % 4)
-    other = problem.indices.copy()
-    other[[0, 1]] = other[[1, 0]]
-    routes, layer = iter([problem.indices, other]), Layer(problem)
-    call = layer.call()
-
-    def forward(x, probs):
-        return layer.node(x, None, torch.tensor(next(routes)), probs)
-
-    call.out = recomputed(forward, call.x, call.probs, use_reentrant=False)
-    call.backward()
 
 
 def backward_twice():
@@ -364,7 +375,6 @@ if not IS_PADDLE:
         *((LayoutError, "on the meta device", partial(on_meta, *devices))
           for devices in (("meta", "meta"), ("cpu", "meta"), ("meta", "cpu"))),
         (LayoutError, "under which its elements overlap", expanded),
-        (RoutingError, "routing differs between forward and recompute", another_route),
         (RuntimeError, r"stagewise memory dropped z.*stagewise_memory off", backward_twice),
         (RuntimeError, r"no second derivative.*create_graph=True", second_derivative),
     )  # fmt: skip

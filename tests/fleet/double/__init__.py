@@ -60,7 +60,6 @@ def load(loader="eager", install=None):
         yield SimpleNamespace(
             ops=importlib.import_module("paddlefleet_ops"),
             config=importlib.import_module("paddlefleet.transformer.transformer_config"),
-            dw_overlap=importlib.import_module("paddlefleet.transformer.dw_overlap"),
             fused_a2a=importlib.import_module("paddlefleet.transformer.moe.fused_a2a"),
             expert=importlib.import_module("paddlefleet.transformer.moe.moe_expert"),
             layer=importlib.import_module("paddlefleet.transformer.moe.moe_layer"),

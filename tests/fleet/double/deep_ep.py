@@ -1,22 +1,8 @@
-"""DeepEP's `Buffer` as far as Fleet calls it, within one process.
-
-The rank keeps the rows of its own tokens, once per token, and ids that are nobody's arrive as -1
-with weight 0.
-"""
+"""DeepEP's `Buffer` as far as Fleet calls it, on one rank: every token stays where it is."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
 import paddle
-
-
-class Handle(NamedTuple):
-    """The token of each row, and how many tokens there are."""
-
-    sources: np.ndarray
-    num_tokens: int
 
 
 class Buffer:
@@ -37,50 +23,19 @@ class Buffer:
                 paddle.int32,
                 paddle.float32,
             ), "a pair is e4m3 codes and scales of 32 bits"
-        idx = weights = counts = None
-        if handle is None:
-            handle, idx, weights, counts = self._routes(topk_idx, topk_weights, num_experts)
-        arrived = tuple(self._move(part, handle) for part in rows)
-        return arrived if isinstance(x, tuple) else arrived[0], idx, weights, counts, handle
+        arrived = tuple(map(self._move, rows))
+        arrived = arrived if isinstance(x, tuple) else arrived[0]
+        if handle is not None:
+            return arrived, None, None, None, handle
+        assert topk_weights.dtype == paddle.float32 and topk_idx.dtype == paddle.int64
+        ids = topk_idx.numpy()
+        assert ((ids >= 0) & (ids < num_experts)).all()
+        counts = [int((ids == expert).sum()) for expert in range(num_experts)]
+        return arrived, topk_idx.clone(), topk_weights.clone(), counts, object()
 
     def combine(self, x, handle, topk_weights=None):
         """Rows `[N, H]` back to their sources, without weights."""
-        return self._back(x, handle), (
-            None if topk_weights is None else self._back(topk_weights, handle)
-        )
+        return x.clone(), None if topk_weights is None else topk_weights.clone()
 
-    def _routes(self, topk_idx, topk_weights, num_experts):
-        assert topk_weights.dtype == paddle.float32 and topk_idx.dtype == paddle.int64
-        ids, weights = topk_idx.numpy(), topk_weights.numpy()
-        valid = (ids >= 0) & (ids < num_experts)
-        sources = np.flatnonzero(valid.any(1))
-        ids, weights, valid = ids[sources], weights[sources], valid[sources]
-        return (
-            Handle(sources, len(topk_idx)),
-            paddle.to_tensor(np.where(valid, ids, -1)),
-            paddle.to_tensor(np.where(valid, weights, np.float32(0))),
-            [int((ids == expert).sum()) for expert in range(num_experts)],
-        )
-
-    def _move(self, rows, handle):
-        return from_bytes(as_bytes(rows)[handle.sources], int(rows.shape[1]), rows.dtype)
-
-    def _back(self, rows, handle):
-        width = int(rows.shape[1])
-        total = np.zeros((handle.num_tokens, width), np.float32)
-        total[handle.sources] = rows.astype("float32").numpy().reshape(-1, width)
-        return paddle.to_tensor(total).astype(rows.dtype)
-
-
-def as_bytes(rows):
-    """uint8 `[T, B]` numpy of a tensor's rows."""
-    if 0 in tuple(rows.shape):
-        return np.zeros((int(rows.shape[0]), int(rows.shape[1]) * rows.element_size()), np.uint8)
-    return rows.view(paddle.uint8).numpy()
-
-
-def from_bytes(held, width, dtype):
-    """The tensor `[T, width]` of those bytes."""
-    if len(held) == 0:
-        return paddle.zeros([0, width], dtype="uint8").astype(dtype)
-    return paddle.to_tensor(held).view(dtype)
+    def _move(self, rows):
+        return rows.clone()

@@ -35,7 +35,7 @@ def run_experts(x, indices, probs, w1, w2, activation):
     """
     ids = indices.numpy()
     out = paddle.zeros_like(x)
-    for expert in range(int(w1.shape[0])):
+    for expert in range(len(w1)):
         rows, slots = np.nonzero(ids == expert)
         if not len(rows):
             continue

@@ -22,4 +22,3 @@ class TransformerConfig:
     moe_expert_fusion: bool = True
     recompute_granularity: str | None = None
     recompute_modules: list = field(default_factory=list)
-    p2p_overlap_dw_calc: list | None = None

@@ -5,8 +5,6 @@ import paddle.nn.functional as F
 import paddlefleet_ops
 from paddle import nn
 
-from paddlefleet.transformer.dw_overlap import install_sonic_moe_dw_deferral
-
 from . import allgather, fused_a2a, moe_expert
 from .fused_a2a import DeepEPCombine, DeepEPDispatch
 
@@ -39,7 +37,6 @@ class MoELayer(nn.Layer):
                 paddlefleet_ops.load_sonic_moe()
                 moe_expert._load_sonic_symbols()
                 fused_a2a._load_sonic_symbols()
-            install_sonic_moe_dw_deferral(config)
         assert config.moe_expert_fusion and not (config.fp8 and not config.moe_use_fusion_node)
         assert not (config.hidden_act == "situ" and config.fp8 and config.fp8_wgrad)
         self.fp8_dispatch = bool(config.fp8)
