@@ -90,16 +90,12 @@ def flat(run):
     return {"out": out, "aux": aux, **gradients}
 
 
-def array(value):
-    return numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value, np.float64)
-
-
 def assert_close(actual, expected, bound, floor=0.0):
     """Relative RMSE of every tensor of two runs is in `[floor, bound]`."""
     actual, expected = flat(actual), flat(expected)
     assert set(actual) == set(expected)
     for name, value in actual.items():
-        got, want = array(value), array(expected[name])
+        got, want = numpy(value), numpy(expected[name])
         assert got.shape == want.shape, name
         assert np.isfinite(got).all(), name
         error = relative_rmse(got, want)
@@ -112,4 +108,4 @@ def assert_same_bits(actual, expected):
     assert set(actual) == set(expected)
     for name, got in actual.items():
         assert got.dtype == expected[name].dtype, name
-        np.testing.assert_array_equal(array(got), array(expected[name]), err_msg=name)
+        np.testing.assert_array_equal(numpy(got), numpy(expected[name]), err_msg=name)
