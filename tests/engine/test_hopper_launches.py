@@ -186,42 +186,38 @@ class TestLifetimes:
         return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
     @staticmethod
-    def at_launches(use, kernel, watched):
-        """At every launch of a kernel, which of the memory in `watched` is still alive."""
-        seen = []
+    def at_launches(use, **watched):
+        """At every launch of each kernel, which of the memory that is watched for it is still alive."""
+        seen = {kernel: [] for kernel in watched}
 
-        def spy(*arguments):
-            seen.append([not memory.expired() for memory in watched])
-            return KERNELS[kernel](*arguments)
+        def spying(kernel):
+            def spy(*arguments):
+                seen[kernel].append([not memory.expired() for memory in watched[kernel]])
+                return KERNELS[kernel](*arguments)
 
-        use(**{kernel: spy})
+            return spy
+
+        use(**{kernel: spying(kernel) for kernel in watched})
         return seen
 
     @pytest.mark.parametrize("frees", [True, False])
-    def test_z_is_freed_before_the_dx_gemm(self, use, frees):
-        watched = []
-        seen = self.at_launches(use, "grouped_gemm", watched)
+    def test_operands_are_freed_before_the_next_product(self, use, frees):
+        """z before dx, and those of dw2 before dw1."""
+        of_dx, of_wgrad = [], []
+        seen = self.at_launches(use, grouped_gemm=of_dx, grouped_wgrad=of_wgrad)
         case, settings = Case(seed=8), replace(FP8, frees_stagewise=frees)
         weights, _, saved = case.forward(OURS, settings)
-        watched += self.memory(saved.z.bytes, saved.z.scale_inv)
-        OURS.backward_dx(case.dout, saved, weights)
-        assert seen == [[], [not frees] * 2]
-
-    @pytest.mark.parametrize("frees", [True, False])
-    def test_operands_of_dw2_are_freed_before_dw1(self, use, frees):
-        watched = []
-        seen = self.at_launches(use, "grouped_wgrad", watched)
-        case, settings = Case(seed=8), replace(FP8, frees_stagewise=frees)
-        weights, _, saved = case.forward(OURS, settings)
+        of_dx += self.memory(saved.z.bytes, saved.z.scale_inv)
         dout = case.dout.clone()
         _, _, pending = OURS.backward_dx(dout, saved, weights)
-        watched += self.memory(dout, pending.y1s, pending.x, pending.dz)
+        of_wgrad += self.memory(dout, pending.y1s, pending.x, pending.dz)
         del dout
         OURS.backward_dw(pending, case.accumulators())
-        assert seen == [[True] * 4, [not frees, not frees, True, True]]
+        assert seen["grouped_gemm"] == [[], [not frees] * 2]
+        assert seen["grouped_wgrad"] == [[True] * 4, [not frees, not frees, True, True]]
         del saved
         # x is the caller's; a pending backward that is kept holds no operand and only its routing
-        assert [memory.expired() for memory in watched] == [True, True, False, True]
+        assert [memory.expired() for memory in of_wgrad] == [True, True, False, True]
 
     def test_handles_die_with_the_owners_of_their_tensors(self):
         case = Case(seed=8)
