@@ -1,4 +1,4 @@
-"""The scripts of examples/ do what they say, as a reader starts them."""
+"""The scripts of examples/ do what they say, as a reader starts them, and so do the pages for users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from worlds import ROOT, environment
+from worlds import ROOT, environment, torchrun_variables
 
 EXAMPLES = ROOT / "examples"
 IN_TURN = Path(__file__).with_name("in_turn.py")
@@ -123,3 +123,47 @@ def test_every_example_is_linked_from_a_page() -> None:
         )
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == linked
+
+
+# Pages, as they are printed
+
+
+def snippets_of(page: str, of_paddle: bool = False) -> list[str]:
+    """Every block of a page, all of which are Python; those of Paddle are programs of their own."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(snippets) == text.count("```") // 2
+    return [each for each in snippets if each.startswith("import paddle\n") == of_paddle]
+
+
+def printed_by(snippets: list[str], folder: Path) -> str:
+    """What they print one after the other, in a process that a launcher would have started."""
+    script = folder / "page.py"
+    script.write_text("\n".join([*snippets, "print('all ran')"]), encoding="utf-8")
+    (one_rank,) = torchrun_variables(1)
+    result = processes.of_checkout(script, **one_rank)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("all ran\n")
+    return result.stdout
+
+
+@needs("paddle")
+@pytest.mark.paddle
+def test_every_paddle_snippet_of_a_page_is_a_program(tmp_path: Path) -> None:
+    snippets = snippets_of("migrating", of_paddle=True)
+    assert snippets
+    for snippet in snippets:
+        printed_by([snippet], tmp_path)
+
+
+PAGES_OF_TORCH = ("pytorch", "migrating", pytest.param("transformers", marks=needs("transformers")))
+
+
+@pytest.mark.parametrize("page", PAGES_OF_TORCH)
+def test_every_snippet_of_a_page_runs_after_the_one_before(page: str, tmp_path: Path) -> None:
+    snippets = snippets_of(page)
+    assert len(snippets) >= 4
+    out = printed_by(snippets, tmp_path)
+    if page == "transformers":
+        assert "Qwen3MoeExperts has the activation MishActivation" in out
+        assert 1e-4 < float(re.search(r"relative difference of the logits: (\S+)", out)[1]) < 0.1
