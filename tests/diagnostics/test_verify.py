@@ -12,13 +12,14 @@ from pathlib import Path
 
 import processes
 import pytest
+import torch
 from click.testing import CliRunner
 from diagnostics.planted_experts import FAULTS, plain, through_transformers
 from processes import ROOT
 
 from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.cases import CaseSizes
-from sonicmoe.diagnostics.experts_under_test import ExpertsUnderTest, load
+from sonicmoe.diagnostics.experts_under_test import ExpertsUnderTest, load, memory_full_of_nan
 from sonicmoe.diagnostics.verify import CHECKS, FAILED, NOT_RUN, PASSED, verify
 from sonicmoe.errors import ConfigError
 
@@ -136,3 +137,17 @@ def test_the_page_shows_what_the_command_prints(monkeypatch):
     done = CliRunner().invoke(main, [*words.split()[1:], "--device", "cpu", "--json"])
     assert done.exit_code == 1, done.output
     assert {found["check"]: found["state"] for found in json.loads(done.stdout)} == shown
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("fills", [False, True])
+def test_switches_are_as_before_memory_was_full_of_nan(deterministic, fills, monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", fills)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with memory_full_of_nan("cpu"):
+            assert bool(torch.isnan(torch.empty(5)).all())
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert torch.utils.deterministic.fill_uninitialized_memory == fills
+    finally:
+        torch.use_deterministic_algorithms(False)

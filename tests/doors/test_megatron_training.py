@@ -50,7 +50,7 @@ BARS = {"router in bf16": 0.02, "fp8": 0.08, "fp8, recompute": 0.08}
 
 
 def test_a_layer_computes_what_the_stock_one_computes_under_each_option(ranks):
-    """Output and all gradients, of each case of `megatron_layers`."""
+    """Output and all gradients, of each of its cases."""
     for results in ranks:
         errors = results["layers"]
         assert {name: e for name, e in errors.items() if not e <= BARS.get(name, 1e-5)} == {}
