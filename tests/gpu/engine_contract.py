@@ -25,6 +25,7 @@ from gpu.engine_cases import (
 )
 from passes import backward
 
+from sonicmoe.engine.bf16 import ExpertRows
 from sonicmoe.engine.interface import EngineSettings
 
 
@@ -102,7 +103,8 @@ class PlainEngineContract(EngineContract):
 
     def rows_of(self, routing):
         """`(cu_rows [E + 1], gather index [R])` as the engine makes them for its kernels."""
-        raise NotImplementedError
+        rows = ExpertRows.of(routing)
+        return rows.cu_rows, rows.gather_index
 
     @pytest.mark.large
     def test_past_two_to_the_31_elements(self):

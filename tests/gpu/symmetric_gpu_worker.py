@@ -12,6 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from gpu.device import captured, raw
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import make_dispatcher
@@ -71,9 +72,6 @@ def step(dispatcher, given, fp8: bool, rank: int) -> dict[str, torch.Tensor]:
 
 
 def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
-    def raw(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().view(torch.uint8)
-
     assert found.keys() == wanted.keys()
     return [name for name in wanted if not torch.equal(raw(found[name]), raw(wanted[name]))]
 
@@ -88,14 +86,7 @@ def captured_exchange(dispatcher, rank: int) -> None:
         return dispatcher.combine(received.x, received.handle)
 
     there_and_back()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        there_and_back()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = there_and_back()
+    graph, out = captured(there_and_back, there_and_back)
     for source in (other, given, other):
         for name, tensor in source.items():
             given[name].copy_(tensor.clone())

@@ -10,7 +10,7 @@ from gpu.engine_contract import PlainEngineContract
 from kernels.gemm_matrix import tiled
 
 from sonicmoe.engine import bf16
-from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
+from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.jit import no_compile
 from sonicmoe.kernels import cuda_sources
 from sonicmoe.kernels.blackwell.quack_gemm import MlpShape, all_kernels, candidates, grouped_gemms
@@ -45,10 +45,6 @@ def compiled():
 
 class TestBf16Engine(PlainEngineContract):
     engine = OURS
-
-    def rows_of(self, routing):
-        rows = ExpertRows.of(routing)
-        return rows.cu_rows, rows.gather_index
 
 
 @pytest.mark.parametrize(("product", "config"), TILINGS, ids=str)

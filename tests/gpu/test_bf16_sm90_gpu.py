@@ -8,7 +8,7 @@ import pytest
 from gpu.engine_cases import ARCH, SWIGLU, build
 from gpu.engine_contract import PlainEngineContract
 
-from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
+from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.jit import no_compile
 from sonicmoe.kernels import cuda_sources
 from sonicmoe.kernels.cuda_wgrad import expert_rows_source
@@ -32,7 +32,3 @@ class TestBf16OnHopper(PlainEngineContract):
     """Of native weights."""
 
     engine = OURS
-
-    def rows_of(self, routing):
-        rows = ExpertRows.of(routing)
-        return rows.cu_rows, rows.gather_index
