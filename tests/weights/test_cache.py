@@ -1,11 +1,15 @@
-"""Engine weights that a later forward reads, or that lie elsewhere, before a backward; and what a node
-is pickled with. test_stale_weights.py has when they are made again.
+"""Engine weights that a later forward reads, or that lie elsewhere, before a backward; what a node is
+pickled with; and copies of weights, the Hopper engine's buffers among them. test_stale_weights.py has
+when they are made again.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,19 +17,26 @@ from framework import IS_PADDLE, numpy, torch
 from functional.following import Following
 from node.node_harness import ARRANGEMENTS, Layer, make_problem
 from node.node_harness import FP8 as FP8_CONFIG
-from weights.weight_sources import SOURCES, SWIGLU, per_expert_source, weight_arrays
+from weights.freed_memory import free
+from weights.weight_sources import SOURCES, SWIGLU, fused_weights, per_expert_source, weight_arrays
 
 from sonicmoe.engine.expert_matrices import ExpertMatrices
+from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineWeights
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import EngineSettings
+from sonicmoe.errors import LayoutError
 from sonicmoe.interop import data_ptr
 from sonicmoe.layer.bound import BoundLayer
 from sonicmoe.quant.recipes import RECIPES
+from sonicmoe.quant.reference import dequantize
+from sonicmoe.weights.copies import WeightCopies
 from sonicmoe.weights.parameters import NumberedParameters
+from sonicmoe.weights.stacked import FusedParameters
 
 PLAIN = EngineSettings()
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
+ISO = replace(FP8, iso_weight=True)
 pytorch_only = pytest.mark.skipif(IS_PADDLE, reason="a trace that PyTorch leaves")
 
 
@@ -116,3 +127,60 @@ def test_a_node_is_pickled_without_what_it_prepared(arrangement):
     for duplicate in (pickle.loads(pickle.dumps(layer.node)), copy.deepcopy(layer.node)):
         layer.node = duplicate
         assert np.array_equal(numpy(layer.call().out), expected)
+
+
+# Copies, whose parameters may be freed; tests/node/test_node_copies.py has their life through a node.
+
+
+def make_layer():
+    arrays = weight_arrays(hidden=32, intermediate=64)
+    return FusedParameters(*fused_weights(*arrays, torch.bfloat16), SWIGLU)
+
+
+class TestHopperEngine:
+    """Its quantiser serves host tensors too; its passes run in tests/gpu."""
+
+    @pytest.mark.parametrize("settings", [FP8, ISO], ids=["two orders", "iso"])
+    def test_codes_are_the_reference_engines(self, settings):
+        layer = make_layer()
+        ours = WeightCopies(HopperEngine(), settings, layer).weights
+        theirs = WeightCopies(ReferenceEngine(), settings, layer).weights
+        assert ours.two_orders is theirs.two_orders is (settings is FP8)
+        for name in ("w1", "w2", "w1_dgrad", "w2_dgrad"):
+            one, other = getattr(ours, name), getattr(theirs, name)
+            assert one.orientation is other.orientation
+            assert np.array_equal(numpy(one.bytes), numpy(other.bytes))
+            assert np.array_equal(numpy(one.scale_inv), numpy(other.scale_inv))
+
+    def test_the_store_goes_with_forwards_order(self):
+        layer, engine = make_layer(), HopperEngine()
+        copies = WeightCopies(engine, FP8, layer)
+        store = weakref.ref(copies.weights.store)
+        forward = weakref.ref(copies.weights.w1)
+        assert copies.release_forward() == ""
+        gc.collect()
+        assert store() is None and forward() is None
+        left = copies.weights
+        assert (left.num_experts, left.hidden_size, left.intermediate_size) == (3, 32, 64)
+        assert left.store is None
+
+    def test_freed_weights_are_never_asked(self):
+        layer, engine = make_layer(), HopperEngine()
+        copies = WeightCopies(engine, FP8, layer)
+        expected = numpy(dequantize(copies.weights.w1))
+        free(*layer.parameters())
+        reading = copies.read(engine, FP8, layer, layer.parameters())
+        assert np.array_equal(numpy(dequantize(reading.weights.w1)), expected)
+
+
+def test_copies_keep_no_parameter_alive_and_no_parameter_is_mistaken():
+    layer = make_layer()
+    copies = WeightCopies(ReferenceEngine(), FP8, layer)
+    parameter = weakref.ref(layer.parameters()[0])
+    del layer
+    gc.collect()
+    assert parameter() is None
+    # Whatever came to lie where the old ones were.
+    other = make_layer()
+    with pytest.raises(LayoutError, match="made of other parameters"):
+        copies.read(ReferenceEngine(), FP8, other, other.parameters())
