@@ -9,6 +9,7 @@ asked. Where it differs, the layer is bound anew.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -48,6 +49,11 @@ class BoundLayer:
         # How many writes somebody announced, and how many of them the engine weights have. The
         # first read is one that nobody need announce.
         self._announced, self._read = 0, -1
+        # Where the weights lay at the last read, in which memory, how many times that was other memory,
+        # and whether it lives: an allocator hands addresses out again.
+        self._place: tuple[Any, ...] = ()
+        self._memory: list[weakref.ref[Any]] = []
+        self._memories, self._alive = 0, list[bool]()
 
     def __reduce__(self) -> tuple[type[BoundLayer], tuple[ExpertParameters]]:
         """A copy prepares its own weights: FP8 codes cannot be pickled, and need not be."""
@@ -78,7 +84,7 @@ class BoundLayer:
         layout, dtype = self._parameters.layout, parameters[0].dtype
         place, traces = (layout, *map(data_ptr, parameters), dtype), traces_of(parameters)
         guard = asked, place, traces, self._announced, grad_enabled(), is_capturing(x)
-        if bound is not None and bound.guard == guard:
+        if bound is not None and bound.guard == guard and self._alive:
             reading = bound.again(parameters[0])
             if reading is not None:
                 return bound.plan, reading
@@ -147,7 +153,7 @@ class BoundLayer:
             settings,
             partial(self._parameters.source, parameters),
             parameters[0],
-            place,
+            self._memory_at(place, parameters),
             traces,
             stale=self._read != announced,
             # PyTorch shows writes. Under Paddle a trainer that has once announced a write announces
@@ -160,6 +166,20 @@ class BoundLayer:
         if reading.weights.store is None and grad_enabled():
             reading.lent, reading.weights = lent_by(parameters, reading.weights, traces.versions)
         return reading
+
+    def _memory_at(self, place: tuple[Any, ...], parameters: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The place, told from an earlier one whose memory was freed and came back: for a `.data` that is
+        put in place of another, or for weights that every forward computes.
+        """
+        if place != self._place or not self._alive:
+            self._place, self._memories = place, self._memories + 1
+            self._alive, self._memory = (alive := [True]), []
+            if not IS_PADDLE:  # which prepares again unless a trainer announces all writes
+                held = {id(each): each for each in map(torch.Tensor.untyped_storage, parameters)}
+                self._memory = [
+                    weakref.ref(each, lambda _: alive.clear()) for each in held.values()
+                ]
+        return *place, self._memories
 
     def invalidate(self, event: str = "invalidate_caches() announced a write") -> None:
         """Have the next forward make the engine weights again, and no forward read copies that were

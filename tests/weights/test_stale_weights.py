@@ -206,7 +206,7 @@ def another(subject):
 EVENTS = {
     "`node.step()`": {"step": lambda subject: subject.step()},
     "`invalidate_caches()`": {"call": lambda subject: subject.invalidate()},
-    "a parameter lies at another address, in another layout or dtype": {
+    "a parameter lies in other memory, in another layout or dtype": {
         "up": lambda subject: subject.move(0),
         "down": lambda subject: subject.move(1),
     },
@@ -334,6 +334,35 @@ def test_settings_that_change_no_weight_share_them_until_they_are_dropped(engine
     assert bound_layer._prepared.weights is None
     subject.forward()
     assert engine.events == ["made", "made"]
+
+
+@pytest.mark.skipif(IS_PADDLE, reason="it prepares again unless writes are announced")
+@pytest.mark.usefixtures("weights_on_a_gpu")
+@pytest.mark.parametrize("kind", [Counting, Blind])
+def test_other_memory_at_the_same_address_is_another_place(kind, engines):
+    """An allocator hands it out again where the first one was freed."""
+    engine, _ = engines(kind)
+    subject = OfNode()
+    weight = subject.weights[-1]
+    held = bytearray(weight.nbytes + 64)
+
+    def put(values):
+        # Of its own, like that of an allocator, over the same bytes.
+        memory = torch.frombuffer(held, dtype=values.dtype, count=values.numel())
+        weight.data = memory.view(values.shape).copy_(values)
+
+    values = weight.detach().clone()
+    put(values)
+    for factor in (-1.5, 0.5):
+        for _ in range(3):
+            before = subject.forward()
+        made, version, address = len(engine.events), weight._version, weight.data_ptr()
+        weight.data = torch.empty(0, dtype=weight.dtype)
+        put(factor * values)
+        assert (weight._version, weight.data_ptr()) == (version, address)
+        found = subject.forward()
+        assert len(engine.events) == made + 1 and not np.array_equal(found, before)
+        assert np.array_equal(found, OfNode.fresh(copy.copy(subject)))
 
 
 # ---- a forward without an event ----
