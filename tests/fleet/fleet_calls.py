@@ -109,8 +109,7 @@ class Call:
     """One forward whose backward is still to come."""
 
     def __init__(
-        self, experts, p, *, counts=None, index_dtype=None, x=None, scores_grad=True,
-        scores_dtype=torch.float32, **given,
+        self, experts, p, *, x=None, scores_grad=True, scores_dtype=torch.float32, **given
     ):  # fmt: skip
         self.problem, self.x = p, x
         if x is None:
@@ -119,10 +118,10 @@ class Call:
         self.scores = tensor(p.probs, torch.float32).to(scores_dtype)
         want_gradient(self.scores, scores_grad)
         self.dout = tensor(p.dout, torch.float32).to(experts.dtype)
-        indices = tensor(p.indices).to(index_dtype or torch.int64)
+        indices = tensor(p.indices).to(torch.int64)
         topk, experts_here = p.indices.shape[1], p.num_experts
         arguments = (self.x, indices, self.scores, topk, experts_here, *experts.weights)
-        self.out = run_sonic_moe(*arguments, tokens_per_expert=counts, **given)
+        self.out = run_sonic_moe(*arguments, **given)
 
     def backward(self):
         self.out.backward(self.dout)

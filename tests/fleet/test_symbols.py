@@ -61,15 +61,11 @@ def test_every_name_of_the_contract_is_in_the_table():
 
 
 @pytest.mark.parametrize("symbol", CALLED, ids=lambda symbol: symbol.name)
-def test_parameters_have_the_names_and_places_of_the_table(symbol):
-    parameters = inspect.signature(symbol.get()).parameters.values()
+def test_parameters_are_those_of_the_table_and_fleets_calls_bind(symbol):
+    signature = inspect.signature(symbol.get())
+    parameters = signature.parameters.values()
     places = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert tuple(places[: len(symbol.parameters)]) == symbol.parameters
-
-
-@pytest.mark.parametrize("symbol", CALLED, ids=lambda symbol: symbol.name)
-def test_fleets_calls_bind(symbol):
-    signature = inspect.signature(symbol.get())
     for positional, keywords in CALLS[symbol.name]:
         signature.bind(*range(positional), **dict.fromkeys(keywords))
 

@@ -160,7 +160,6 @@ class Call:
         x_grad=True,
         probs_grad=True,
         counts="list",
-        index_dtype=None,
         **given,
     ):
         self.problem = problem
@@ -168,10 +167,10 @@ class Call:
         self.probs = tensor(problem.probs, torch.float32)
         for leaf, wanted in ((self.x, x_grad), (self.probs, probs_grad)):
             want_gradient(leaf, wanted)
-        self.indices = tensor(problem.indices).to(index_dtype or torch.int64)
+        self.indices = tensor(problem.indices).to(torch.int64)
         self.dout = tensor(problem.dout, torch.float32).to(layer.dtype)
         listed = counts_of(problem)
-        self.counts = {"list": listed, "none": None, "empty": [], "tensor": tensor(listed)}[counts]
+        self.counts = {"list": listed, "none": None, "empty": []}[counts]
         self.out = layer.node(*self.arguments, **given)
 
     @property

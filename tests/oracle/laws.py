@@ -116,8 +116,9 @@ def full(case: Case, scene: Scene, engine: str) -> Iterator[Found | str]:
         place = (part + draw.random()) / TRIALS
         trial = Trial([int(place * made) if made else None for made in counted.seen])
         yield run(case, scene, engine, trial)
-        # Biases and adapters are arranged before a call knows what would need less.
-        for error in () if case.bias or scene.pairs else trial.errors:
+        # Biases and adapters are arranged, and Paddle copies tokens, before a call knows what would need
+        # less.
+        for error in () if IS_PADDLE or case.bias or scene.pairs else trial.errors:
             if "out of memory in the " not in error or "To need less: fewer tokens" not in error:
                 yield f"an allocation fails with {error!r}"
 
