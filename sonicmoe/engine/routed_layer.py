@@ -54,7 +54,8 @@ class RoutedLayer(ABC):
 
     dtype, device: of out and dx; the dtype is `token_dtype` of the tokens.
     routed: the routing as passes take it.
-    u, v: of adapters, in narrow_dtype, or in that of the tokens where it is None. Passes fill u where z is computed, and v in dgated.
+    u, v: of adapters, in narrow_dtype, or in the dtype of the tokens where that is None. Passes fill
+        u where z is computed, and v in dgated.
     biases: memory of db1 `[E, N1]` and db2 `[E, H]`, which dgated fills where it is there.
     db: `factor_gradients` of the factors in with_dgated, whose gradients dgated sums.
     parts_of_b: the kernel that says how much memory sums of second factors need.

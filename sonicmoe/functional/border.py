@@ -128,7 +128,9 @@ def check_stacks(weights: tuple[Any, ...], experts: int | None, source: str) -> 
 
 
 def _check_codes(w1: Any, w2: Any, experts: int | None, source: str) -> None:
-    """Refuse codes of `freeze_weights` that stand beside a weight that is none, or of other experts."""
+    """Refuse codes of `freeze_weights` beside a weight that is not frozen, or of another number of
+    experts.
+    """
     for name, codes in (("w1", w1), ("w2", w2)):
         if not isinstance(codes, Codes):
             raise TypeError(

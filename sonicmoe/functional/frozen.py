@@ -77,7 +77,9 @@ def freeze_weights(
 def as_stored(
     w1: Any, w2: Any, b1: Tensor | None, b2: Tensor | None, layout: WeightLayout
 ) -> tuple[Weights, WeightLayout]:
-    """Weights as they lie in memory, by views, and their layout. Codes are native, so b1 becomes it."""
+    """Weights as they lie in memory, by views, and their layout. Codes lie in the native layout, so b1
+    is brought into its order.
+    """
     if isinstance(w1, Codes):
         return (w1, w2, None if b1 is None else layout.native_b1(b1), b2), NATIVE
     return (permuted(w1, 2, 0, 1), w2.permute(2, 0, 1), b1, b2), layout
