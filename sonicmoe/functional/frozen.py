@@ -155,7 +155,7 @@ def freeze_weight(module: nn.Module, name: str, layout: WeightLayout, index: int
     expect(is_plain, ConfigError, f"{words}; needed: {needed}")
     assert weight is not None
     need_values(name, weight, module)
-    local = _local(weight)
+    local = local_part(weight)
     _check_divided(weight, local, module, f"{name} of {kind}", "freeze_experts")
     need_whole(name, local, module)
     codes, rounding = to_codes(local, layout, index)
@@ -180,7 +180,7 @@ def _check_divided(weight: Any, local: Tensor, module: nn.Module, whose: str, be
     expect(is_whole, LayoutError, f"{words}; needed: {needed}")
 
 
-def _local(tensor: Any) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
     """This rank's part of a DTensor; another tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
 
@@ -212,7 +212,7 @@ def _part_of(tensor: Any, like: Any) -> Any:
 def _viewed(tensor: Any, dtype: torch.dtype, layout: WeightLayout = NATIVE) -> Tensor:
     """The same bytes in another dtype; those of codes in the other shape, too."""
     # Of this rank's part, because DTensor remembers what a view gives without its dtype.
-    return _divided(_reshaped(_local(tensor).view(dtype), layout), tensor)
+    return _divided(_reshaped(local_part(tensor).view(dtype), layout), tensor)
 
 
 def put_codes(
@@ -236,9 +236,9 @@ def thaw_weight(module: nn.Module, name: str, dtype: torch.dtype = torch.bfloat1
     """Replace a frozen weight by what its codes stand for, in `dtype`; it requires no gradient.
     LayoutError where this rank has a part of its experts.
     """
-    held, codes = getattr(module, name), Codes(*map(_local, codes_in(module, name)))
+    held, codes = getattr(module, name), Codes(*map(local_part, codes_in(module, name)))
     whose = f"{name} of {type(module).__name__}"
-    _check_divided(held, _local(held), module, whose, "thaw_experts")
+    _check_divided(held, local_part(held), module, whose, "thaw_experts")
     weight = from_codes(codes, *frozen_in(module)[name], dtype)
     del module._parameters[scale_name(name)]
     for suffix in _ENTRIES:

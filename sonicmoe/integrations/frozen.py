@@ -23,6 +23,7 @@ from ..functional.frozen import (
     codes_in,
     freeze_weight,
     frozen_in,
+    local_part,
     put_codes,
     thaw_weight,
 )
@@ -60,16 +61,16 @@ def freeze_experts(model: nn.Module) -> Rounding:
 
 
 def _check_finite(model: nn.Module, weights: list[Weight]) -> None:
-    """Before the first weight is frozen, because no call takes codes of one projection beside values
-    of the other.
+    """Refuse a weight that is not finite before the first one is frozen, because no call takes codes of
+    one projection beside values of the other.
     """
     paths = {module: path for path, module in model.named_modules()}
     for module, name, *_ in weights:
         held: Any = module._parameters.get(name)
         if held is None or held.dtype not in WEIGHT_DTYPES or held.is_meta:
             continue  # `freeze_weight` judges these
-        local = getattr(held, "_local_tensor", held).detach()
-        # Of these two no memory is taken, and NaN is one of them where a value is.
+        local = local_part(held).detach()
+        # The smallest and the largest value take no memory, and are NaN where a value is.
         is_finite = not local.numel() or bool(torch.stack(local.aminmax()).isfinite().all())
         words = f"{paths[module]}.{name}".lstrip(".")
         expect(is_finite, LayoutError, f"{words} is not finite; needed: finite weights to freeze")

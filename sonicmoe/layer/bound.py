@@ -49,11 +49,12 @@ class BoundLayer:
         # How many writes somebody announced, and how many of them the engine weights have. The
         # first read is one that nobody need announce.
         self._announced, self._read = 0, -1
-        # Where the weights lay at the last read, in which memory, how many times that was other memory,
-        # and whether it lives: an allocator hands addresses out again.
+        # Where the weights lay at the last read, and the number of that memory, because an allocator
+        # hands addresses out again. `_alive` is empty once a part of the memory was freed.
         self._place: tuple[Any, ...] = ()
+        self._memories = 0
         self._memory: list[weakref.ref[Any]] = []
-        self._memories, self._alive = 0, list[bool]()
+        self._alive: list[bool] = []
 
     def __reduce__(self) -> tuple[type[BoundLayer], tuple[ExpertParameters]]:
         """A copy prepares its own weights: FP8 codes cannot be pickled, and need not be."""
@@ -168,14 +169,17 @@ class BoundLayer:
         return reading
 
     def _memory_at(self, place: tuple[Any, ...], parameters: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The place, told from an earlier one whose memory was freed and came back: for a `.data` that is
-        put in place of another, or for weights that every forward computes.
+        """The place and the number of its memory. Other memory may lie at the same addresses where the
+        user replaces a `.data`, or computes the weights in every forward.
         """
         if place != self._place or not self._alive:
             self._place, self._memories = place, self._memories + 1
-            self._alive, self._memory = (alive := [True]), []
+            self._memory, self._alive = [], [True]
             if not IS_PADDLE:  # which prepares again unless a trainer announces all writes
+                alive = self._alive
                 held = {id(each): each for each in map(torch.Tensor.untyped_storage, parameters)}
+                # By callbacks, because a node may have hundreds of weights, and a forward that asked
+                # each of them would take longer than a launch.
                 self._memory = [
                     weakref.ref(each, lambda _: alive.clear()) for each in held.values()
                 ]

@@ -15,7 +15,7 @@ from sonicmoe.functional import (
     moe_TC_softmax_topk_layer,
 )
 from sonicmoe.integrations.frozen import freeze_experts
-from sonicmoe.layouts import deinterleave_gate_up, interleave_gate_up
+from sonicmoe.layouts import WeightLayout
 
 TOKENS, EXPERTS, TOPK = 19, 4, 2
 
@@ -23,7 +23,7 @@ TOKENS, EXPERTS, TOPK = 19, 4, 2
 def weights_of(moe, concat_layout):
     """The layer's weights as the functional API takes them."""
     w1, w2 = moe.c_fc.weight.detach(), moe.c_proj.weight.detach()
-    w1 = deinterleave_gate_up(w1) if concat_layout else w1
+    w1 = WeightLayout(split_half=concat_layout).user_w1(w1)
     return w1.permute(1, 2, 0), w2.permute(1, 2, 0)
 
 
@@ -41,9 +41,8 @@ def test_bits_of_a_layer_that_holds_the_codes(concat_layout, how):
     assert codes[2] == lost and 0.01 < lost.error < 0.05
     x = make_tokens(TOKENS, w2.shape[0]).requires_grad_()
     router, (b1, b2) = moe.router.weight, (moe.c_fc.bias, moe.c_proj.bias)
-    given = b1
-    if concat_layout:
-        given = deinterleave_gate_up(b1.detach().unsqueeze(-1)).squeeze(-1).requires_grad_()
+    layout = WeightLayout(split_half=concat_layout)
+    given = layout.user_b1(b1.detach()).requires_grad_()
 
     def call(x):
         arguments = x, router, codes[0], given, codes[1], b2, TOPK
@@ -56,8 +55,7 @@ def test_bits_of_a_layer_that_holds_the_codes(concat_layout, how):
         called = torch.compile(call, backend="aot_eager", fullgraph=True)
     out = checkpoint(called, x, use_reentrant=False) if how == "checkpoint" else called(x)
     found = gradients(out, x, router, b2, given)
-    if concat_layout:
-        found[-1] = interleave_gate_up(found[-1].unsqueeze(-1)).squeeze(-1)
+    found[-1] = layout.native_b1(found[-1])
     wanted = gradients(moe(x, use_fp8=True)[0], x, router, b2, b1)
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one, other)
