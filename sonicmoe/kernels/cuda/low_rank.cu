@@ -458,8 +458,9 @@ bool is_fp16(const TensorView& tensor) { return is_type(tensor, kDLFloat, 16); }
 template <class Launch>
 void with_rows(const TensorView& rows, const Optional<TensorView>& scale, bool gathers,
                DLDevice device, Launch launch) {
-  TVM_FFI_ICHECK(rows.ndim() == 2 && rows.size(1) % 16 == 0 && rows.size(1) < (int64_t(1) << 30))
-      << "rows must be a matrix whose columns are a multiple of 16";
+  const int chunk = scale.has_value() ? CodeRows::kChunk : HalfRows<false>::kChunk;
+  TVM_FFI_ICHECK(rows.ndim() == 2 && rows.size(1) % chunk == 0 && rows.size(1) < (int64_t(1) << 30))
+      << "rows must be a matrix whose columns are a multiple of " << chunk;
   const int width = static_cast<int>(rows.size(1));
   if (!scale.has_value()) {
     const auto code = is_fp16(rows) ? kDLFloat : kDLBfloat;
