@@ -99,7 +99,7 @@ class Memory:
         """Equally far apart in a communication buffer that holds other gradients too."""
 
         def make(m, n):
-            return self.allocate(experts, m * n + 12)[:, 8:-4].unflatten(1, (m, n))
+            return self.allocate(experts, m * n + 16)[:, 8:-8].unflatten(1, (m, n))
 
         return self.together(sizes, experts, make)
 
