@@ -291,6 +291,8 @@ def our_operator(layer: Layer, name: str, options: dict[str, Any], precision: st
     def routed(x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         return routed_mlp(*place, x, ids, probs, (*weights, None, None))
 
+    # All ways of a table are graphs of this one function, more than the eight that may be.
+    torch._dynamo.config.recompile_limit = 64
     compiled = torch.compile(routed, backend=backend_of(layer.device), fullgraph=True)
 
     def call() -> None:

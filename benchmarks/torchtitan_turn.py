@@ -78,9 +78,7 @@ class Job:
         config.dataloader = OurTokens.Config(vocabulary=min(VOCABULARY, model.vocab_size))
         config.tokenizer = NoTokenizer.Config()
         config.optimizer.implementation = "foreach" if self.quick else "fused"  # which is CUDA's
-        config.lr_scheduler.warmup_steps = self.steps // 5
         config.training.local_batch_size, config.training.seq_len = sequences, self.length
-        config.training.steps = self.steps + 1  # the last one under the profiler
         # The counts of torchtitan's all-to-all come to the host, which no CUDA graph can hold.
         config.training.disable_cuda_graphs = True
         # In the first step a rank may have to compile our kernels.
@@ -171,12 +169,12 @@ class Turn(Trainer):
                 self.start[name] = local.to("cpu", copy=True)
         self.model_parts[0].load_state_dict(state)
 
-    def measure(self, quick: bool) -> Figures:
-        """All steps; the last one runs under the profiler and does not count."""
+    def measure(self, steps: int, quick: bool) -> Figures:
+        """These steps of its own schedule, and one more under the profiler, which does not count."""
         metrics, data = self.metrics_processor, self.batch_generator(self.dataloader)
         found = Figures(metrics.num_flops_per_token, None if quick else metrics.gpu_peak_flops)
         metrics.log = lambda step, loss, *_, **__: found.losses.append(loss)
-        for number in range(self.config.training.steps - 1):
+        for number in range(steps):
             if number == 1:
                 device_module.reset_peak_memory_stats()
             begin = time.perf_counter()
@@ -202,7 +200,7 @@ def run_turn(job: Job, experts: str, sequences: int) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Turn(job.config(experts, sequences, folder))
         trainer.take_start()
-        found = trainer.measure(job.quick)
+        found = trainer.measure(job.steps, job.quick)
         trainer.close()
     del trainer
     clear_ep_cache()
