@@ -53,6 +53,8 @@ class Run:
     """One run from a point of a trunk, or from the initial weights (point 0).
 
     task: model, tokens of a step, text. trunk: the kind that trained up to the point.
+    state: stands for the losses of that trunk, which no other training repeats to the bit on a GPU; ""
+    where it began at point 0, or in files of before, each of which had one trunk for a point.
     seconds_per_step: 0 where other programs used the GPU beside this one. losses: of every step, in
     units of 1 / SCALE. held_out: step of the run -> loss. norms, busiest, idlest: of
     the first steps, the gradient's norm, and by MoE layer the tokens of the busiest and of the idlest
@@ -73,15 +75,16 @@ class Run:
     busiest: list[list[float]] = field(default_factory=list)
     idlest: list[list[float]] = field(default_factory=list)
     starved: list[int] = field(default_factory=list)
+    state: str = ""
 
     @property
-    def key(self) -> tuple[str, str, int, int, int, str, int]:
+    def key(self) -> tuple[str | int, ...]:
         return *self.partners, self.kind, len(self.losses)
 
     @property
-    def partners(self) -> tuple[str, str, int, int, int]:
+    def partners(self) -> tuple[str | int, ...]:
         """What runs share that saw the same batches from the same state."""
-        return self.task, self.trunk, self.seed, self.point, self.order
+        return self.task, self.trunk, self.seed, self.point, self.order, self.state
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -148,7 +151,7 @@ def gather(sources: Iterable[Path], path: Path) -> list[Run]:
 
 def _line(run: Run) -> bytes:
     # Fields that hold nothing have their default when they are read.
-    said = {name: value for name, value in asdict(run).items() if value != []}
+    said = {name: value for name, value in asdict(run).items() if value not in ([], "")}
     return json.dumps(said, separators=(",", ":")).encode() + b"\n"
 
 

@@ -194,7 +194,13 @@ def test_branches_are_trained_written_and_not_repeated(text: Path, tmp_path: Pat
         return [dataclasses.replace(one, seconds_per_step=0.0) for one in read_runs(out)]
 
     assert without_times() == [dataclasses.replace(one, seconds_per_step=0.0) for one in runs]
-    assert "trunk" not in branches(text, out, "--orders", 2)
+    assert "order" not in branches(text, out, "--orders", 2)
+    of_another_trunk = [dataclasses.replace(one, state="another") for one in runs if not one.order]
+    other = tmp_path / "other.jsonl"
+    for one in of_another_trunk:
+        append_run(other, one)
+    branches(text, other, "--orders", 1)
+    assert len(read_runs(other)) == 2 * len(of_another_trunk)
     packed = tmp_path / "packed.jsonl.xz"
     for _ in range(2):
         assert f"{len(runs)} runs" in run("gather", out, "--to", packed)
