@@ -17,6 +17,7 @@ host code over kernels that do nothing.
 | MoE | a `MoE` with its router | `.grad` |
 | transformers | an experts module of transformers | `.grad` |
 | written | the same, written before every forward, as by an optimizer | `.grad` |
+| gathered | the same, in a process whose weights FSDP2 gathers, where nothing is kept of them | `.grad` |
 | frozen | the same | none |
 
 Where launches take the host longer than the GPU needs for the work, this is what a step costs:
@@ -51,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from host_layers import LAYERS, moe_step, node_step, transformers_step
 
 NODE_FACES = "node", "grad", "stacked", "step"
-MODULE_FACES = "transformers", "written", "frozen"
+MODULE_FACES = "transformers", "written", "gathered", "frozen"
 
 
 def _several(name: str, kept: str, default: Any, kind: Any, text: str) -> Any:

@@ -118,4 +118,21 @@ def transformers_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Ste
                 batch.write_weights()
             module(batch.x, batch.ids, batch.probs).backward(batch.dout)
 
-    return step
+    return among_sharded(step) if face == "gathered" else step
+
+
+def among_sharded(step: Step) -> Step:
+    """The step of a process in which `fully_shard` was applied to a module."""
+    import torch.distributed.fsdp  # noqa: F401  looked for among the modules that are loaded
+
+    from sonicmoe.weights import stacked_cache
+
+    def sharded_step() -> None:
+        alone = stacked_cache._any_module_is_sharded
+        stacked_cache._any_module_is_sharded = lambda: True
+        try:
+            step()
+        finally:
+            stacked_cache._any_module_is_sharded = alone
+
+    return sharded_step

@@ -28,7 +28,7 @@ from ..interop import (
 from ..kernels.cuda_quantize import quantize_source
 from ..refusals import need_dtype, need_shape
 from ..routing.backends import arch_of
-from ..weight_source import WeightSource
+from ..weight_source import StackedMatrices, WeightSource
 from .format import BlockScaledTensor, Orientation
 from .recipes import BlockShape, iso, rows
 from .reference import quantize, transpose_storage
@@ -304,8 +304,10 @@ def _check_source(source: WeightSource) -> None:
         ("down", source.down, (hidden, inner)),
     ):
         wanted = shape[::-1] if source.layout.transposed else shape
-        # One matrix that the kernels cannot read spoils the layer, so each is looked at.
-        for index, matrix in enumerate(matrices):
+        # One matrix that the kernels cannot read spoils the layer, so each is looked at. Those of a
+        # stacked weight are alike.
+        looked = (matrices[0],) if isinstance(matrices, StackedMatrices) else matrices
+        for index, matrix in enumerate(looked):
             name = f"{kind}[{index}]"
             need_shape(tuple(matrix.shape) == wanted, name, matrix, wanted)
             words = f"{name} is {dtype_name(matrix.dtype)}, up[0] is {dtype_name(dtype)}"

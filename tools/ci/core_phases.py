@@ -240,7 +240,10 @@ def calls(fast: bool) -> dict[str, Any]:
         raise NotHere("needs transformers")
     given = {
         "--precision": ("fp8", "bf16"),
-        "--face": ("node", "stacked", "step", "MoE", "transformers", "written", "frozen"),
+        "--face": (
+            *("node", "stacked", "step", "MoE"),
+            *("transformers", "written", "gathered", "frozen"),
+        ),
         "--experts": ("8", "128"),
     }
     options = [word for name, values in given.items() for value in values for word in (name, value)]
