@@ -230,6 +230,7 @@ class OurExperts:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
         config = config_of(precision, layer.device)
         self._node = SonicMoEMlpNode.from_native(*self.weights, config=config)
+        self.prepare = self._node.prequantize_weights
 
     def __call__(self, tokens: Dispatched) -> Tensor:
         """`[R, H]`."""
@@ -261,7 +262,8 @@ def our_layer(
 
     def forward() -> Tensor:
         routed = layer.x, layer.ids, layer.probs
-        tokens = dispatcher.dispatch(*routed, fp8=in_fp8, fp8_grad=in_fp8)
+        forms = {"fp8": in_fp8, "fp8_grad": in_fp8}
+        tokens = dispatcher.dispatch(*routed, **forms, meanwhile=experts.prepare)
         return dispatcher.combine(experts(tokens), tokens.handle)
 
     def call() -> None:

@@ -17,7 +17,7 @@ from ..interop import device_of, empty
 from ..quant.format import BlockScaledTensor
 from ..routing.backends import kernels_for
 from ..routing.ids import group_of, in_one_spelling
-from .interface import Received, Tokens, Transport, zero_where_not_here
+from .interface import Meanwhile, Received, Tokens, Transport, nothing, zero_where_not_here
 
 Tensor = torch.Tensor
 
@@ -120,7 +120,9 @@ class ExchangeTransport(Transport):
 class CollectiveTransport(ExchangeTransport):
     """`Transport` over a `RowExchange`; exact deliveries, for whose sizes the host waits once."""
 
-    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+    def dispatch(
+        self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor, meanwhile: Meanwhile = nothing
+    ) -> Received:
         # goes[token, rank]: one row however many of the token's slots that rank owns.
         goes = self._goes(topk_idx)
         # One line per destination rank: the number of rows, then the slots of each of its experts.
@@ -131,6 +133,7 @@ class CollectiveTransport(ExchangeTransport):
         # then until the next launch.
         order, places = self._order(goes, topk_idx, topk_weights), _places(goes)
         message = _message(x)
+        meanwhile()
         # Collectives take their sizes from the host, so here the host waits for the device. Both
         # tables reach it in one copy.
         shape = [2, self.world_size, 1 + self.num_local_experts]

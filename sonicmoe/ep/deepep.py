@@ -18,7 +18,7 @@ from ..interop import IS_PADDLE, dtype_name
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import WORD_COLUMNS
 from .fixed_size import RowLimit
-from .interface import Received, Tokens, Transport
+from .interface import Meanwhile, Received, Tokens, Transport, nothing
 
 Tensor = torch.Tensor
 PADDLES = ("paddle.distributed.communication.deep_ep", "paddlefleet_ops.deep_ep")
@@ -131,7 +131,9 @@ class DeepEPTransport(Transport):
             words = f"wait_for_counts is False, and DeepEP's {problem}; {needed}"
             expect(not problem, ConfigError, words)
 
-    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+    def dispatch(
+        self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor, meanwhile: Meanwhile = nothing
+    ) -> Received:
         sent = self._as_sent(x)
         arguments = {}
         if self._limit is not None:
@@ -146,6 +148,7 @@ class DeepEPTransport(Transport):
         # the outputs.
         layout = buffer.get_dispatch_layout(ids, self.num_experts)
         per_rank, per_rdma_rank, per_expert, in_rank, _ = layout
+        meanwhile()
         recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
             sent,
             topk_idx=ids,

@@ -19,10 +19,12 @@ from ..routing.ids import count_experts, in_one_spelling
 from .fp8_rows import Forms, SentGradient, check_forms, stand_in
 from .interface import (
     Dispatched,
+    Meanwhile,
     Received,
     Tokens,
     Transport,
     check_dispatch,
+    nothing,
     zero_rows_unless,
     zero_where_not_here,
 )
@@ -110,9 +112,12 @@ class DispatchCall(DifferentiableCall):
     tokens_per_expert: list[int] | None
     tokens: BlockScaledTensor | None = None
 
-    def __init__(self, transport: Transport, topk_idx: Tensor, forms: Forms) -> None:
+    def __init__(
+        self, transport: Transport, topk_idx: Tensor, forms: Forms, meanwhile: Meanwhile = nothing
+    ) -> None:
         """`topk_idx` is no differentiable input; it travels here."""
         self.transport, self.topk_idx, self.forms = transport, topk_idx, forms
+        self.meanwhile = meanwhile
 
     def explain(self, error: Exception, during: str) -> None:
         self.transport.explain(error, "dispatch" if during == "forward" else "combine of dx")
@@ -128,7 +133,7 @@ class DispatchCall(DifferentiableCall):
             sent: Tokens = quantize_tokens(plain) if self.forms.tokens else plain
             # Libraries read raw pointers and know nothing of strides or of autograd.
             weights = topk_weights.detach().contiguous()
-            received = self.transport.dispatch(sent, self.topk_idx, weights)
+            received = self.transport.dispatch(sent, self.topk_idx, weights, self.meanwhile)
             ids, probs = received.topk_idx, received.topk_weights
             # Some transports deliver weights at other ranks' slots, and some leave them unwritten.
             # Callers get exact zeros.
@@ -210,6 +215,7 @@ class Dispatcher:
         *,
         fp8: bool | None = None,
         fp8_grad: bool | None = None,
+        meanwhile: Meanwhile = nothing,
     ) -> Dispatched:
         """Send every token to the ranks of its experts.
 
@@ -223,6 +229,8 @@ class Dispatcher:
             fp8_grad: the same of the gradient that the combine sends back to the experts; None
                 follows the dispatcher's own `fp8_grad`. The node then takes `dout_source`. The
                 gradient of x is bf16.
+            meanwhile: called once, after rows were sent and before the host waits for their
+                counts. What needs no counts fits there: `node.prequantize_weights`, for one.
 
         Gradients of x and topk_weights flow; that of a weight is exactly 0 where its slot is
         dropped.
@@ -237,7 +245,7 @@ class Dispatcher:
         check_forms(*forms)
         # Callers may mark a dropped slot by any id outside [0, E). Others know -1 only.
         ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
-        return self._send(x, ids, topk_weights, forms)
+        return self._send(x, ids, topk_weights, forms, meanwhile)
 
     @autograd.eagerly
     def combine(self, out: Tensor, handle: Route) -> Tensor:
@@ -263,11 +271,13 @@ class Dispatcher:
             return out
         return _run(CombineCall(handle), (out,))  # type: ignore[no-any-return]
 
-    def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
+    def _send(
+        self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms, meanwhile: Meanwhile
+    ) -> Dispatched:
         """`dispatch` with checked arguments; ids int64, -1 where a slot is dropped."""
         if any(forms):
             self.transport.check_quantised(int(x.shape[1]))
-        call = DispatchCall(self.transport, ids.contiguous(), forms)
+        call = DispatchCall(self.transport, ids.contiguous(), forms, meanwhile)
         recv_x, probs = _run(call, (x, topk_weights))
         route, counts = call.route, call.tokens_per_expert
         # Taken away, because the call lives in the graph, and would keep the codes as long.
@@ -297,7 +307,10 @@ class LocalTransport(Transport):
         """It has no group."""
         return type(self), (self.num_experts,)
 
-    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+    def dispatch(
+        self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor, meanwhile: Meanwhile = nothing
+    ) -> Received:
+        meanwhile()
         counts = None
         # Counting waits for a GPU; the routing metadata then counts on the device. Without tokens
         # the counts are known on any device.
@@ -327,13 +340,15 @@ class LocalDispatcher(Dispatcher):
         """
         super().__init__(LocalTransport(num_experts), fp8, fp8_grad)
 
-    def _send(self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms) -> Dispatched:
+    def _send(
+        self, x: Tensor, ids: Tensor, topk_weights: Tensor, forms: Forms, meanwhile: Meanwhile
+    ) -> Dispatched:
         """Tokens that are not quantised are the caller's tensor itself, whose gradient autograd
         knows.
         """
         if forms.tokens:
-            return super()._send(x, ids, topk_weights, forms)
-        counts = self.transport.dispatch(x, ids, topk_weights).tokens_per_expert
+            return super()._send(x, ids, topk_weights, forms, meanwhile)
+        counts = self.transport.dispatch(x, ids, topk_weights, meanwhile).tokens_per_expert
         probs = zero_where_not_here(topk_weights, ids, self.num_experts)
         gradient = SentGradient() if forms.gradients else None
         route = Route(self.transport, None, ids, ids, gradient)

@@ -32,7 +32,7 @@ from .collective import (
     ids_and_weights,
     reinterpret,
 )
-from .interface import Received, Tokens
+from .interface import Meanwhile, Received, Tokens, nothing
 
 Tensor = torch.Tensor
 
@@ -53,7 +53,10 @@ class FixedSizeTransport(ExchangeTransport):
         self._limit = RowLimit(max_tokens, lambda: exchange)
         self._counts = [max_tokens] * self.world_size
 
-    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+    def dispatch(
+        self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor, meanwhile: Meanwhile = nothing
+    ) -> Received:
+        meanwhile()
         self._limit.check(x, topk_idx)
         ids, weights = ids_and_weights(self._to_all(self._slots(topk_idx, topk_weights)))
         # Global ids become ids of this rank. Weights at slots of other ranks, and those of rows

@@ -7,6 +7,7 @@ group, L = E / W local experts, R rows received.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .fp8_rows import SentGradient
 
 Tensor = torch.Tensor
 Tokens = Tensor | BlockScaledTensor
+Meanwhile = Callable[[], None]
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Words of gloo, of Paddle's gloo, of NCCL and of DeepEP for a peer that is gone.
@@ -72,6 +74,10 @@ class Received:
     handle: Any
 
 
+def nothing() -> None:
+    """What a caller has to do in the meantime."""
+
+
 class Transport(ABC):
     """Moves rows between the ranks of one group. Every method is a collective: all ranks call it,
     in one order, also with no rows. RoutingError where the experts cannot be split evenly.
@@ -121,9 +127,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+    def dispatch(
+        self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor, meanwhile: Meanwhile = nothing
+    ) -> Received:
         """Send each of the T rows to every rank that holds one of its experts; `topk_idx` int64
         `[T, K]` in `[0, E)`, or -1, which is dropped. Quantised tokens arrive as they were sent.
+        meanwhile: called once, as late as this host can before it waits for the counts.
         """
 
     @abstractmethod

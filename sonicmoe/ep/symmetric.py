@@ -27,7 +27,7 @@ from ..routing.backends import arch_of
 from ..routing.metadata import ROW_ALIGNMENT
 from .collective import reinterpret
 from .fixed_size import RowLimit
-from .interface import Received, Tokens, Transport
+from .interface import Meanwhile, Received, Tokens, Transport, nothing
 from .peer_memory import MOST_EXPERTS, PeerMemory
 
 Tensor = torch.Tensor
@@ -83,7 +83,9 @@ class SymmetricTransport(Transport):
         if self._memory is not None:
             self._memory.explain(error, doing)
 
-    def dispatch(self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor) -> Received:
+    def dispatch(
+        self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor, meanwhile: Meanwhile = nothing
+    ) -> Received:
         if self._limit is not None:
             self._limit.check(x, topk_idx)
         memory, kernels, stream = self._enter(topk_idx)
@@ -105,8 +107,11 @@ class SymmetricTransport(Transport):
             bounds = capacity, slots, sequence
             kernels.send(memory.table, *sent, plan, most, experts, *bounds, stream)
             if limit is not None:
+                meanwhile()
                 counts, rows = self._room_for(slots, topk_idx), most_rows
                 break
+            meanwhile()
+            meanwhile = nothing  # where this is not the last time around
             found = memory.counts(sequence, self.num_local_experts)
             if found.most_tokens <= most:
                 counts, most_rows = found.slots, max(found.rows)

@@ -40,6 +40,7 @@ from ..layouts import StackedWeights, flat_weights, weights_of
 from ..observe import is_awaited, is_heard
 from ..quant.tokens import checked_tokens, to_bfloat16
 from ..weights.cache import Reading
+from ..weights.shards import codes_behind
 from .autograd import is_differentiated
 
 Tensor = torch.Tensor
@@ -94,9 +95,12 @@ def routed_mlp(
     """
     w1, w1_up, w2, scales, b1, b2 = flat_weights(weights)
     assert w1_up is None and scales is None
-    save = is_differentiated(x, probs, (w1, w2, b1, b2))
-    ticket = _routed_dispatch(x.detach(), indices, probs.detach(), group)
-    out: Tensor = _routed_mlp(ticket, x, probs, w1, w2, b1, b2, plan_number, save)
+    given = w1, w2, b1, b2
+    save = is_differentiated(x, probs, given)
+    numbers = plan_number, save
+    # The weights themselves: what is kept of them is found by the parameter.
+    ticket = _routed_dispatch(x.detach(), indices, probs.detach(), *given, group, *numbers)
+    out: Tensor = _routed_mlp(ticket, x, probs, *given, *numbers)
     return out if save else out.detach()  # the operator is differentiable, whatever it saved
 
 
@@ -106,7 +110,7 @@ class _Kept(bytearray):
     dispatcher: Dispatcher
     tokens: Dispatched
     saved: Saved | None = None  # by the experts, for their backward
-    reading: Reading | None = None
+    reading: Reading | None = None  # the weights of the experts' next pass
 
     def __init__(self, number: int) -> None:
         super().__init__(number.to_bytes(8, "little"))
@@ -127,8 +131,21 @@ def _kept_of(ticket: Tensor) -> _Kept:
 
 
 @torch.library.custom_op("sonicmoe::routed_dispatch", mutates_args=())
-def _routed_dispatch(x: Tensor, indices: Tensor, probs: Tensor, group: str) -> Tensor:
-    """The ticket, int64 `[1]`."""
+def _routed_dispatch(
+    x: Tensor,
+    indices: Tensor,
+    probs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    group: str,
+    plan_number: int,
+    save: bool,
+) -> Tensor:
+    """The ticket, int64 `[1]`. The weights, which the experts read next, are prepared here: while rows
+    travel the host has nothing else to do, and what it does behind their counts the GPU waits for.
+    """
     expert_group, number = _groups.get(group), next(_numbers)
     words = (
         f"no group of experts {group!r} in this process; needed: a model that was parallelised here"
@@ -140,7 +157,18 @@ def _routed_dispatch(x: Tensor, indices: Tensor, probs: Tensor, group: str) -> T
         kept.dispatcher = expert_group.dispatcher(int(x.shape[0]))
         # Where nothing travels, the rows would be the caller's tokens, which he may write.
         x = x.contiguous() if kept.dispatcher.transport.moves else x.clone()
-        kept.tokens = kept.dispatcher.dispatch(x, indices, probs)
+
+        def read() -> None:
+            if codes_behind(w1) is not None:
+                return  # nothing is made of them, and each pass has an order of its own
+            weights = weights_of((w1, None, w2, None, b1, b2))
+            plan = plan_of(plan_number).fitted_to(x, weights)
+            call = PassedCall(plan=plan, weights=weights, routes=None, once=True)
+            # A dispatch in a backward is computed again, for the backward that comes next.
+            dtype = torch.bfloat16 if kept.dispatcher.fp8 else x.dtype
+            kept.reading = call.read_ahead(dtype, save, backward=in_backward())
+
+        kept.tokens = kept.dispatcher.dispatch(x, indices, probs, meanwhile=read)
     return torch.frombuffer(kept, dtype=torch.int64)
 
 
@@ -174,15 +202,15 @@ def _routed_mlp(
         out, kept.saved = call.forward(_rows(kept.tokens, plan), kept.tokens.probs, save=save)
         # A forward inside a backward runs for the second time, and its own backward is the next to
         # come. Codes of the weights are kept until then, and else not: they would live for a pass.
-        is_next = save and plan.settings.recipe is not None and in_backward()
-        kept.reading = call.reading if is_next else None
+        if not (save and plan.settings.recipe is not None and in_backward()):
+            kept.reading = None
         return kept.dispatcher.combine(out, kept.tokens.handle)
 
 
 def _call(kept: _Kept, plan: Plan, weights: StackedWeights) -> PassedCall:
     tokens = kept.tokens
     routed: Any = {"routes": tokens.indices, "tokens_per_expert": tokens.tokens_per_expert}
-    return PassedCall(plan=plan, weights=weights, once=True, **routed)
+    return PassedCall(plan=plan, weights=weights, once=True, reading=kept.reading, **routed)
 
 
 def _rows(tokens: Dispatched, plan: Plan) -> Tokens:
@@ -230,7 +258,7 @@ def _routed_mlp_backward(
         if source is not None:
             assert isinstance(rows, torch.Tensor)
             rows = gradient_from(source, rows, plan.chosen, plan.settings)
-        call.reading, call.routes = kept.reading, None
+        call.routes = None
         dtypes = tuple(None if weight is None else weight.dtype for weight in given)
         dx, dprobs, gradients = call.backward(rows, saved, dtypes, trained)
         dx, dprobs = routes.dispatch_backward(dx, dprobs)

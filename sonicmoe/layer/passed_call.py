@@ -20,12 +20,13 @@ from ..gradients.sink import GradientSink
 from ..interop import device_name, is_recomputed, plain_ops
 from ..layouts import Codes, GateUp, StackedWeights, weights_of
 from ..observe import is_awaited, is_heard
-from ..out_of_memory import raise_with_advice
+from ..out_of_memory import advising, raise_with_advice
 from ..quant.format import BlockScaledTensor
 from ..quant.tokens import anchor_of
 from ..refusals import need_shape
 from ..routing.metadata import RoutingMetadata
 from ..weight_source import WeightSource
+from ..weights.cache import Reading
 from ..weights.parameters import ExpertParameters
 from ..weights.shards import GATHERED, codes_behind
 from ..weights.stacked import PassedParameters
@@ -107,6 +108,13 @@ class PassedCall(LayerCall):
         finally:
             ACTIVE.reset(before)
         return out if plain is None else in_shape_of(plain, out), saved
+
+    def read_ahead(self, dtype: torch.dtype, save: bool, backward: bool) -> Reading:
+        """The weights of the pass that comes, before its tokens are there. dtype: of their values."""
+        with self.plan.config.activate(), advising("forward", self.plan.settings):
+            self._read(dtype, save, backward)
+        assert self.reading is not None
+        return self.reading
 
     def routing(self, rows: int, probs: Tensor | None) -> RoutingMetadata:
         """`route`, of counts that fit the weights."""

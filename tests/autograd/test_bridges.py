@@ -164,7 +164,7 @@ class Echo(Transport):
     def __init__(self):
         super().__init__(2, 1, 0)
 
-    def dispatch(self, x, topk_idx, topk_weights):
+    def dispatch(self, x, topk_idx, topk_weights, meanwhile=None):
         return Received(x * 1, topk_idx, topk_weights * 1, None, "handle")
 
     def dispatch_cached(self, x, handle):

@@ -246,7 +246,7 @@ class Moving(LocalTransport):
 
     moves = True
 
-    def dispatch(self, x, topk_idx, topk_weights):
+    def dispatch(self, x, topk_idx, topk_weights, meanwhile=None):
         received = super().dispatch(x, topk_idx, topk_weights)
         return replace(received, x=received.x.clone())
 

@@ -61,7 +61,14 @@ def run_layer(dispatcher, source, rank=0, dtype="float32", fp8=False, spelling="
             each.requires_grad_()
     x = leaf.to(getattr(torch, dtype))
     mine = Snapshot(x=x, ids=ids, weights=weights)
-    received = dispatcher.dispatch(x, ids, weights)
+    prepared = []
+
+    def prepare():
+        node.prequantize_weights()
+        prepared.append(True)
+
+    received = dispatcher.dispatch(x, ids, weights, meanwhile=prepare)
+    assert prepared == [True]
     theirs = Snapshot(indices=received.indices, probs=received.probs)
     rows = Snapshot(**({} if dispatcher.fp8 else {"x": received.x}))
     assert (received.dout_source is not None) == dispatcher.fp8_grad

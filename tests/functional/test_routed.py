@@ -22,6 +22,7 @@ from sonicmoe.errors import RankLostError
 from sonicmoe.functional import routed
 from sonicmoe.functional.autograd import planned_mlp
 from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
+from sonicmoe.layer import passed_call
 from sonicmoe.layer.plan import make_plan, number_of
 from sonicmoe.layouts import NATIVE
 
@@ -156,6 +157,32 @@ def test_the_two_halves_of_a_backward(around, fresh_compiler):
     first = torch.autograd.grad(out, layer.leaves[:2], layer.dout, retain_graph=True)
     second = torch.autograd.grad(out, layer.leaves[2:], layer.dout)
     assert_same([out, *first, *second], wanted)
+
+
+@MODES
+@pytest.mark.parametrize("way", ["eager", "again", "compiled", "compiled again"])
+def test_weights_are_read_while_rows_travel(way, fp8_mode, monkeypatch, fresh_compiler):
+    """Once for every dispatch, before the host knows what came; but for a backward without one."""
+    layer, events = Layer(fp8_mode), []
+
+    def noted(name, call):
+        def noting(*arguments, **options):
+            events.append(f"{name} begins")
+            result = call(*arguments, **options)
+            events.append(f"{name} ends")
+            return result
+
+        return noting
+
+    monkeypatch.setattr(LocalTransport, "dispatch", noted("dispatch", LocalTransport.dispatch))
+    monkeypatch.setattr(passed_call, "read_weights", noted("read", passed_call.read_weights))
+    layer.results(WAYS[way][0](layer.routed))
+    of_dispatch = ["dispatch begins", "read begins", "read ends", "dispatch ends"]
+    computes_again = way.endswith("again")
+    # Plain weights are the caller's: the experts' forward leaves nothing of them for its backward.
+    reads_again = not computes_again or (fp8_mode == "off" and way == "again")
+    wanted = of_dispatch * (1 + computes_again) + ["read begins", "read ends"] * reads_again
+    assert events == wanted
 
 
 def test_frozen_weights_get_no_gradients():

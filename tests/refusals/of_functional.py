@@ -520,10 +520,12 @@ ROWS += scenes(
 def ticket(copied):
     made = RoutedLayer("off")
     x, probs, *weights = made.leaves
-    ticket = torch.ops.sonicmoe.routed_dispatch(x.detach(), made.ids, probs.detach(), made.group)
+    read, numbers = [weight.detach() for weight in weights], (made.number, True)
+    given = x.detach(), made.ids, probs.detach(), *read, made.group
+    ticket = torch.ops.sonicmoe.routed_dispatch(*given, *numbers)
     ticket = ticket.clone() if copied else ticket
     for _ in range(2):
-        torch.ops.sonicmoe.routed_mlp(ticket, x, probs, *weights, made.number, True)
+        torch.ops.sonicmoe.routed_mlp(ticket, x, probs, *weights, *numbers)
 
 
 def routed(group=None, **options):
