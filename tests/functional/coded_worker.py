@@ -33,6 +33,7 @@ from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import ConfigError, LayoutError
 from sonicmoe.fsdp import gather_codes
 from sonicmoe.quant.format import Orientation
+from sonicmoe.weights.cache import PreparedWeights
 from sonicmoe.weights.gathered import LayerCodes
 from sonicmoe.weights.shards import ExpertShard, codes_behind
 
@@ -282,6 +283,8 @@ def check_quantised_once(rank: int) -> None:
     """After an optimizer step, a write or an announcement; and not for frozen experts after steps."""
     prepare, made = ReferenceEngine.prepare_weights, []
     ReferenceEngine.prepare_weights = lambda *given: made.append(1) or prepare(*given)
+    look, looked = PreparedWeights.read, []
+    PreparedWeights.read = lambda *given, **options: looked.append(1) or look(*given, **options)
     block = sharded(moe())
     adam = torch.optim.SGD(block.parameters(), lr=0.1)
 
@@ -294,6 +297,7 @@ def check_quantised_once(rank: int) -> None:
     assert [passes(), passes()] == [1, 0]
     adam.step()
     assert [passes(), passes()] == [1, 0]
+    assert len(looked) == 8  # in forwards alone
     before = block(batch(0, rank))
     with torch.no_grad():
         block.moe.c_proj.weight.mul_(2.0)
@@ -307,7 +311,7 @@ def check_quantised_once(rank: int) -> None:
     passes()
     adam.step()
     assert passes() == 0
-    ReferenceEngine.prepare_weights = prepare
+    ReferenceEngine.prepare_weights, PreparedWeights.read = prepare, look
 
 
 def check_frozen(rank: int) -> None:
