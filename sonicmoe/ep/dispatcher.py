@@ -133,7 +133,9 @@ class DispatchCall(DifferentiableCall):
             sent: Tokens = quantize_tokens(plain) if self.forms.tokens else plain
             # Libraries read raw pointers and know nothing of strides or of autograd.
             weights = topk_weights.detach().contiguous()
-            received = self.transport.dispatch(sent, self.topk_idx, weights, self.meanwhile)
+            # Taken away, because the call lives in the graph, with whatever the caller's function holds.
+            meanwhile, self.meanwhile = self.meanwhile, nothing
+            received = self.transport.dispatch(sent, self.topk_idx, weights, meanwhile)
             ids, probs = received.topk_idx, received.topk_weights
             # Some transports deliver weights at other ranks' slots, and some leave them unwritten.
             # Callers get exact zeros.
