@@ -6,6 +6,7 @@ from __future__ import annotations
 
 # Before anything that may import numpy, which test modules do as they are collected.
 import one_thread  # noqa: F401
+import rare_collections  # noqa: F401
 
 # isort: split
 import gc

@@ -1,13 +1,17 @@
-"""Leaves out of the processes that tests start two imports which nothing in them uses. Python runs
-this file as it starts, where this folder is on its path.
+"""Leaves out of the processes that tests start three imports which nothing in them uses, and most
+collections of garbage. Python runs this file as it starts, where this folder is on its path.
 
 PyTorch imports its compiler for the first optimizer, only to keep it away from that optimizer; that
-is half of a small training run. And Paddle's library imports tvm_ffi, which imports PyTorch where it
-finds it, as on no machine that trains with Paddle.
+is half of a small training run. It imports sympy to compare the shape of a gradient that a backward
+is given. And Paddle's library imports tvm_ffi, which imports PyTorch where it finds it, as on no
+machine that trains with Paddle.
 """
 
 from __future__ import annotations
 
+import rare_collections  # noqa: F401  before the imports that it is about
+
+# isort: split
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -55,27 +59,57 @@ def guard_again() -> None:
     UNGUARDED.clear()
 
 
-def when_it_is_used(execute: Execute, compiler: ModuleType) -> None:
-    """`torch._dynamo`, which a step of an optimizer imports to call a function that does nothing
-    where nothing is compiled.
-    """
+def when_it_is_used(
+    execute: Execute, module: ModuleType, known: dict[str, Any], first: Callable[[], None]
+) -> None:
+    """A module that is executed, after `first`, when anybody asks it for more than it has `known`."""
 
     class Waiting(ModuleType):
         def __getattribute__(self, name: str) -> Any:
-            # Who walks over `sys.modules` asks for these; who imports a module of the package
-            # asks for its path.
-            if name.startswith("__") and name != "__path__":
+            # Who walks over `sys.modules` asks for these; who imports a module of a package asks
+            # for its path.
+            is_package = "__path__" in super().__getattribute__("__dict__")
+            if name.startswith("__") and not (name == "__path__" and is_package):
                 return super().__getattribute__(name)
-            if name == "graph_break":
-                return lambda *_: None
-            if name == "trace_rules":  # of which a process group empties a cache
-                return SimpleNamespace(clear_lru_cache=lambda: None)
+            if name in known:
+                return known[name]
             self.__class__ = ModuleType
-            guard_again()
+            first()
             execute(self)
             return getattr(self, name)
 
-    compiler.__class__ = Waiting
+    module.__class__ = Waiting
+
+
+def compiler_when_it_is_used(execute: Execute, compiler: ModuleType) -> None:
+    """`torch._dynamo`, which a step of an optimizer imports to call a function that does nothing
+    where nothing is compiled, and a process group to empty a cache.
+    """
+    known = {
+        "graph_break": lambda *_: None,
+        "trace_rules": SimpleNamespace(clear_lru_cache=lambda: None),
+    }
+    when_it_is_used(execute, compiler, known, guard_again)
+
+
+def shapes_when_they_are_symbolic(execute: Execute, shapes: ModuleType) -> None:
+    """`torch.fx.experimental.symbolic_shapes`, which a backward that is given a gradient imports to
+    compare two shapes.
+    """
+
+    def executed() -> Any:
+        assert shapes.ShapeEnv
+        return shapes
+
+    def sym_eq(one: Any, other: Any) -> Any:
+        plain = all(type(size) is int for size in (*one, *other))
+        return one == other if plain else executed().sym_eq(one, other)
+
+    def expect_true(found: Any, skip: int = 0) -> Any:
+        return found if isinstance(found, bool) else executed().expect_true(found, skip)
+
+    known = {"sym_eq": sym_eq, "expect_true": expect_true}
+    when_it_is_used(execute, shapes, known, lambda: None)
 
 
 class AsTheyAreImported:
@@ -85,7 +119,8 @@ class AsTheyAreImported:
         self.left = {
             "paddle": without_pytorch,
             "torch._compile": with_lazy_guards,
-            "torch._dynamo": when_it_is_used,
+            "torch._dynamo": compiler_when_it_is_used,
+            "torch.fx.experimental.symbolic_shapes": shapes_when_they_are_symbolic,
         }
 
     def find_spec(

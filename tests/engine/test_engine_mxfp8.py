@@ -70,7 +70,7 @@ PARTS = 3
 
 @cache
 def cases():
-    return covering(partial(normal, engine="mxfp8" + ON_HOST), tries=4)
+    return covering(partial(normal, engine="mxfp8" + ON_HOST))
 
 
 @pytest.mark.parametrize("part", range(PARTS))

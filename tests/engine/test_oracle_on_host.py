@@ -38,7 +38,7 @@ def engines_by_name(monkeypatch):
 
 @cache
 def cases(engine):
-    return covering(partial(normal, engine=engine + ON_HOST), tries=4)
+    return covering(partial(normal, engine=engine + ON_HOST))
 
 
 @pytest.mark.parametrize("part", range(PARTS))

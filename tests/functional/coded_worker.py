@@ -1,7 +1,7 @@
-"""One of several ranks: trains a layer whose codes FSDP2 gathers beside one whose values it gathers,
-in one of the ways of `WAYS`, and compares losses, gradients and weights to the bit.
+"""Several ranks: each trains a layer whose codes FSDP2 gathers beside one whose values it gathers, in
+some of the ways of `WAYS`, and compares losses, gradients and weights to the bit.
 
-python coded_worker.py RANK STORE_FILE RANKS DEVICE WAY ...
+python coded_worker.py STORE_FILE RANKS DEVICE WAY ...
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import run_ranks
 from functional.sharded_models import TopK, adapted, decoder, make_layer, whole
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -39,7 +40,7 @@ from sonicmoe.weights.shards import ExpertShard, codes_behind
 
 H, I, E, STEPS = 128, 128, 4, 4
 BF16 = torch.bfloat16
-DEVICE = sys.argv[4] if len(sys.argv) > 4 else "cpu"
+DEVICE = sys.argv[3] if len(sys.argv) > 3 else "cpu"
 
 
 def moe(experts: int = E, bias: bool = False, dtype: torch.dtype = BF16, seed: int = 0) -> MoE:
@@ -470,18 +471,23 @@ CHECKS: dict[str, Callable[[int], None]] = {
 }
 
 
-def main() -> None:
-    rank, store, ranks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def run(rank: int) -> None:
+    store, ranks = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     torch.set_default_device(DEVICE)
     backend = "gloo" if DEVICE == "cpu" else "nccl"
     if DEVICE != "cpu":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
-    for name in sys.argv[5:]:
+    for name in sys.argv[4:]:
         CHECKS.get(name, partial(check, name))(rank)
         print(name, flush=True)
     dist.destroy_process_group()
+
+
+def main() -> None:
+    ranks = int(sys.argv[2])
+    assert run_ranks(ranks, run) == [0] * ranks
     print("equal")
 
 

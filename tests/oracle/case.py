@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -192,6 +193,8 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 
 Normal = Callable[[Case], Case]
+Value = tuple[str, Any]  # of an axis
+Pair = tuple[Value, Value]
 
 
 def drawn(count: int, seed: int, normal: Normal) -> Iterator[Case]:
@@ -206,27 +209,53 @@ def _random(rng: random.Random, **given: Any) -> Case:
     return Case(**values | given, seed=rng.randrange(1000))
 
 
-def covering(normal: Normal, seed: int = 0, tries: int = 12) -> list[Case]:
-    """Cases in which every pair of values of two axes occurs that can occur at all, as far as a few
-    thousand draws show.
-    """
+def covering(normal: Normal, seed: int = 0) -> list[Case]:
+    """Cases in which every pair of values of two axes occurs that occurs in a few thousand draws."""
     rng = random.Random(seed)
-    possible = sorted(set().union(*map(_pairs, drawn(3000, seed, normal))), key=str)
+    drawn_with = {pair: case for case in drawn(3000, seed, normal) for pair in _pairs(case)}
+    possible = sorted(drawn_with, key=str)
     rng.shuffle(possible)
-    missing, chosen = set(possible), []
+    missing, chosen = _Missing(possible), []
     for pair in possible:
-        if pair not in missing:
-            continue
-        candidates = [normal(_random(rng, **dict(pair))) for _ in range(tries)]
-        best = max(candidates, key=lambda case: len(missing & _pairs(case)))
-        found = _pairs(best) & missing
-        if found:
-            missing -= found
-            chosen.append(best)
+        if pair in missing.pairs:
+            chosen.append(missing.most_beside(pair, drawn_with[pair], normal, rng))
+            missing.remove(chosen[-1])
     return chosen
 
 
-def _pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+class _Missing:
+    """The pairs that no case has yet."""
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        self.pairs = set(pairs)
+        self.partners = defaultdict[Value, set[Value]](set)
+        for one, other in self.pairs:
+            self.partners[one].add(other)
+            self.partners[other].add(one)
+
+    def remove(self, case: Case) -> None:
+        for one, other in self.pairs & _pairs(case):
+            self.pairs.remove((one, other))
+            self.partners[one].remove(other)
+            self.partners[other].remove(one)
+
+    def most_beside(self, pair: Pair, case: Case, normal: Normal, rng: random.Random) -> Case:
+        """A case with this pair and many others. From one that has the pair, each other axis in turn goes
+        to the value that is missing beside most of the case's, where that gains pairs.
+        """
+        count = len(self.pairs & _pairs(case))
+        for name in rng.sample(list(AXES), len(AXES)) * 2:
+            beside = {(other, getattr(case, other)) for other in AXES if other != name}
+            known = rng.sample(AXES[name], len(AXES[name]))
+            value = max(known, key=lambda v: len(self.partners[name, v] & beside))
+            changed = normal(replace(case, **{name: value}))
+            found = _pairs(changed)
+            if pair in found and len(self.pairs & found) > count:
+                case, count = changed, len(self.pairs & found)
+        return case
+
+
+def _pairs(case: Case) -> set[Pair]:
     values = [(name, getattr(case, name)) for name in AXES]
     return {(one, other) for i, one in enumerate(values) for other in values[:i]}
 

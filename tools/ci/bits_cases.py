@@ -39,17 +39,17 @@ def portable(case: Case) -> bool:
 def cpu_cases() -> Iterator[tuple[str, Case, str]]:
     """`(name, case, engine)` of everything that a host computes under this framework."""
     for faces in (OF_BOTH,) if IS_PADDLE else (OF_BOTH, OF_TORCH):
-        for case in covering(partial(_of_faces, faces), tries=3)[::3]:
+        for case in covering(partial(_of_faces, faces))[::3]:
             yield str(case), case, "reference"
         exact = [face for face in faces if face != "moe"]  # its router has a softmax
-        found = covering(partial(_exact, exact), tries=3)[::2]
+        found = covering(partial(_exact, exact))[::2]
         yield from ((str(case), case, "reference") for case in found)
 
 
 def gpu_cases() -> Iterator[tuple[str, Case, str]]:
     """The cases of the engines that need a GPU."""
     for engine in ENGINES:
-        for case in covering(partial(normal, engine=engine), tries=3)[::3]:
+        for case in covering(partial(normal, engine=engine))[::3]:
             yield f"engine={engine} {case}", case, engine
 
 
