@@ -7,19 +7,31 @@ import pytest
 from filelock import FileLock
 from worlds import TESTS, finish, paddle_variables, start_world
 
+WORKER = TESTS / "ep" / "ep_worker.py"
+
 
 def started(framework, world, folder, *arguments):
-    """The ranks of a world of `ep_worker.py`."""
+    """The ranks of a world of `ep_worker.py`, each in an interpreter of its own."""
     launch = paddle_variables(world) if framework == "paddle" else [{}] * world
     variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
-    worker = TESTS / "ep" / "ep_worker.py"
-    return start_world(lambda rank: [worker, world, rank, folder, *arguments], variables)
+    return start_world(lambda rank: [WORKER, world, rank, folder, *arguments], variables)
+
+
+def started_as_one(world, folder, *arguments):
+    """A process that is the parent of PyTorch's ranks."""
+    command = [WORKER, world, "all", folder, *arguments]
+    return start_world(lambda _: command, [{"SONICMOE_TEST_FRAMEWORK": "torch"}])
 
 
 @pytest.fixture(scope="session")
 def start_ranks():
     """Tests get `started` as a fixture, because their modules cannot import this file."""
     return started
+
+
+@pytest.fixture(scope="session")
+def start_ranks_as_one():
+    return started_as_one
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +47,13 @@ def world_results(session_folder):
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():
                     folder.mkdir()
-                    ended = finish(started(framework, world, folder))
-                    assert [code for code, _, _ in ended] == [0] * world, ended
+                    as_one = framework == "torch"
+                    ended = finish(
+                        started_as_one(world, folder)
+                        if as_one
+                        else started(framework, world, folder)
+                    )
+                    assert not any(code for code, _, _ in ended), ended
                     (folder / "complete").touch()
             if not (folder / "complete").exists():
                 pytest.fail(f"the {folder.name} failed before")

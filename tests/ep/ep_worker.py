@@ -1,4 +1,4 @@
-"""One rank of a world.
+"""One rank of a world, or with `all` in the place of RANK every rank, as a child of this process.
 
     WORLD RANK DIRECTORY             every case through every transport; `<out>/<rank>.npz`. A world of
                                      two also has tokens in FP8, bounds that differ between ranks, a
@@ -6,9 +6,11 @@
                                      `main_grad`: a world takes longer to start than to run
     WORLD RANK DIRECTORY dies CALL   the last rank kills itself when it comes to its exchange number
                                      CALL of one layer's forward and backward, while the others are
-                                     inside that exchange or on their way to it
+                                     inside that exchange or on their way to it; `all` prints the
+                                     exit codes
 
-The framework is the environment's SONICMOE_TEST_FRAMEWORK.
+The framework is the environment's SONICMOE_TEST_FRAMEWORK. Ranks of Paddle read theirs as it is
+imported, so each has an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import framework
 import numpy as np
 from ep_cases import EXPERTS, FORMS, OF_FP8, PRECISIONS, cases, precision_of, source
 from ep_layer import MOST_TOKENS, deepep_transports, poisoned_fixed_size, run_layer, start
+from forked import run_ranks
 from kernels.needs import can_load_kernels
 
 from sonicmoe.ep import Dispatcher
@@ -166,6 +169,11 @@ def exceeded(exchange):
 
 
 def main(world, rank, directory, what="", fatal=""):
+    if rank == "all":
+        given = directory, what, fatal
+        codes = run_ranks(int(world), lambda number: main(world, str(number), *given))
+        print(codes)
+        sys.exit(any(codes) and not what)
     exchange = start(int(world), int(rank), directory)
     if what == "dies":
         dies(exchange, int(fatal))

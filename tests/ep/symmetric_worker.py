@@ -4,7 +4,7 @@ process, over emulated symmetric memory.
     equals    every kind of row, through symmetric memory and through gloo, with ranks that are slow at
               random; prints nothing unless bits differ
     loads     `max_load` of 1: a dispatch that just fits, one that does not, and one behind it
-    dies N    the last rank ends before its exchange number N of two layers
+    dies N .. the last rank ends before its exchange number N of two layers; a world for each N
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import os
 import random
 import sys
+import tempfile
 import time
-import traceback
 
 import emulated_peers
 import torch
 import torch.distributed as dist
 from ep_cases import EXPERTS, TOPK, source
 from ep_layer import run_layer
+from forked import run_ranks
 
 from sonicmoe.ep import Dispatcher
 from sonicmoe.ep.collective import CollectiveTransport
@@ -60,7 +61,7 @@ def compare(rank, world, folder, module):
     exchange = TorchExchange()
     transports = emulated_peers.transports(folder, exchange, MOST, module)
     collective, slow = CollectiveTransport(EXPERTS, exchange), random.Random(rank)
-    for turn in range(4):
+    for turn in range(4 if world == 2 else 2):  # many ranks draw many sizes
         for width, dtype in WIDTHS:
             sizes = random.Random(10 * turn + width)
             tokens = [sizes.choice((0, 1, 33, MOST)) for _ in range(world)][rank]
@@ -142,28 +143,21 @@ def dying(original, calls):
     return lambda *given: original(*given) if next(calls, None) is not None else os._exit(9)
 
 
-def main(world, folder, kernels, what, fatal="0"):
+def main(world, folder, kernels, what, *fatal):
     torch.set_num_threads(1)
     module = emulated_peers.kernels(kernels)
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        try:
-            if what == "dies":
-                dies(rank, world, folder, module, int(fatal))
-            else:
-                store = f"file://{folder}/store"
-                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-                {"equals": compare, "loads": loads}[what](rank, world, folder, module)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    print(codes)
+
+    def run(rank, place, *numbers):
+        if what == "dies":
+            dies(rank, world, place, module, *numbers)
+            return
+        store = f"file://{place}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+        {"equals": compare, "loads": loads}[what](rank, world, place, module)
+
+    for numbers in [(int(number),) for number in fatal] or [()]:
+        place = tempfile.mkdtemp(dir=folder)
+        print(run_ranks(world, lambda rank: run(rank, place, *numbers)), flush=True)  # noqa: B023
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ within `worlds.GRACE_S` of its death, with one sentence.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from worlds import finish
 
@@ -12,20 +14,35 @@ from sonicmoe.errors import RankLostError, ShapeError
 
 # Exchange of a layer's step at which the last rank dies: the operation that the others are in.
 PLACES = {2: "dispatch", 3: "combine", 4: "dispatch of dout", 5: "combine of dx"}
-WORLDS = [("torch", 4, 2), ("torch", 2, 3), ("torch", 2, 4), ("torch", 2, 5)]
-WORLDS.append(pytest.param("paddle", 2, 5, marks=pytest.mark.paddle))
+FRESH = [("torch", 2, 3), pytest.param("paddle", 2, 5, marks=pytest.mark.paddle)]
 
 
-@pytest.mark.parametrize("framework,world,fatal", WORLDS)
+@pytest.mark.parametrize("framework,world,fatal", FRESH)
 def test_the_others_end_with_one_sentence(framework, world, fatal, tmp_path, start_ranks):
     # The time that counts begins with the death: on a loaded machine ranks take long to start.
     *survivors, victim = finish(start_ranks(framework, world, tmp_path, "dies", fatal))
     assert victim[0] == -9
     for rank, (code, _, said) in enumerate(survivors):
-        assert code not in (0, -9), f"rank {rank} had to be stopped:\n{said[-3000:]}"
-        (line,) = {line for line in said.splitlines() if "lost another rank" in line}
-        assert f"rank {rank} of {world} lost another rank in the {PLACES[fatal]} over " in line
-        assert "start all ranks again from the last checkpoint" in line
+        require_one_sentence(rank, world, fatal, code, said)
+
+
+@pytest.mark.parametrize("world,fatal", [(4, 2), (2, 4), (2, 5)])
+def test_so_do_the_children_of_one_process(world, fatal, tmp_path, start_ranks_as_one):
+    """Those above show that whole interpreters end."""
+    ((code, printed, said),) = finish(start_ranks_as_one(world, tmp_path, "dies", fatal))
+    assert code == 0, said[-3000:]
+    *survivors, victim = json.loads(printed)
+    assert victim == -9
+    for rank, code in enumerate(survivors):
+        require_one_sentence(rank, world, fatal, code, said)
+
+
+def require_one_sentence(rank, world, fatal, code, said):
+    assert code not in (0, -9), f"rank {rank} had to be stopped:\n{said[-3000:]}"
+    words = f"rank {rank} of {world} lost another rank"
+    (line,) = {line for line in said.splitlines() if words in line}
+    assert f"{words} in the {PLACES[fatal]} over " in line
+    assert "start all ranks again from the last checkpoint" in line
 
 
 @pytest.mark.parametrize(
