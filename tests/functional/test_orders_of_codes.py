@@ -18,6 +18,7 @@ from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.functional.routed import ExpertGroup, name_of, routed_mlp
 from sonicmoe.layer import bound, plan
 from sonicmoe.layouts import NATIVE
+from sonicmoe.quant.gpu import QuantizedWeights
 from sonicmoe.weights import cache, stacked_cache
 from sonicmoe.weights.stacked_cache import _beside, _owner
 
@@ -27,8 +28,9 @@ FP8 = SonicMoEConfig(fp8_mode="perf")
 
 @pytest.fixture
 def ours(monkeypatch):
-    """The engine of every face."""
+    """The engine of every face, which keeps its codes as on a device that finds no write."""
     monkeypatch.setattr(plan, "ready_engine", lambda *_: EngineChoice(OURS, "a test"))
+    monkeypatch.setattr(QuantizedWeights, "keep", lambda _, w1, force=False: not force)
 
 
 class Layer:
