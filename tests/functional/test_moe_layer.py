@@ -30,9 +30,11 @@ from sonicmoe import (
 from sonicmoe.config import current_config
 from sonicmoe.enums import ActivationType
 from sonicmoe.functional import (
+    freeze_weights,
     moe_general_routing_inputs_fp8,
     moe_TC_softmax_topk_layer_fp8,
 )
+from sonicmoe.integrations.frozen import freeze_experts
 from sonicmoe.moe import switch_loss
 
 SWIGLU = ActivationType.SWIGLU
@@ -218,6 +220,16 @@ def test_softmax_over_all_experts(normalised):
         for y in (out, wanted)
     )
     assert relative_rmse(numpy(ours), numpy(theirs)) < 1e-5
+
+
+def test_codes_come_in_the_place_of_weights():
+    """tests/oracle has their numbers and layouts."""
+    moe, x = make_layer(bias=True), make_tokens(19, 32)
+    given = arguments(moe, x)
+    given["w1"], given["w2"], lost = freeze_weights(given["w1"], given["w2"])
+    out = moe_TC_softmax_topk_layer(**given, use_fp8=True)[0]
+    assert freeze_experts(moe) == lost and 0.01 < lost.error < 0.05
+    assert torch.equal(out, moe(x, use_fp8=True)[0])
 
 
 def test_halves_are_argument_13():

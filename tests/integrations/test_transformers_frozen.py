@@ -117,22 +117,12 @@ def test_an_experts_codes_depend_on_no_other():
 
 
 @THREE
-@pytest.mark.parametrize("how", ["eager", "checkpointing", "compiled"])
-def test_lora_trains_beside_codes(family, how):
+def test_lora_trains_beside_codes(family):
     model = model_of(family)
     plain = adapted(copy.deepcopy(model))
     freed(model)
-    model = adapted(model)
-    if how == "checkpointing":
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable()
-    called = model
-    if how == "compiled":
-        torch._dynamo.reset()
-        called = torch.compile(model, backend="aot_eager")
-    loss, gradients = step(called)
+    loss, gradients = step(adapted(model))
     wanted_loss, wanted = step(plain)
-    gradients = {name.replace("_orig_mod.", ""): each for name, each in gradients.items()}
     assert abs(loss - wanted_loss) < 2e-3 * wanted_loss
     factors = [name for name in wanted if "experts" in name and "lora_" in name]
     assert len(factors) == 4

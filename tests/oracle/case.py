@@ -49,7 +49,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "bias": (False, True),
     "adapters": ("none", "up", "down", "both"),
-    "trains": ("all", "biases", "b1", "b2", "weights"),
+    "trains": ("all", "biases", "b1", "b2", "weights", "codes"),
     "arrangement": ("per_expert", "fused", "native", "concat", "halves", "turned", "numbered"),
     "gradients": ("autograd", "main_grad", "unset"),
     "places": ("contiguous", "padded", "turned"),
@@ -82,10 +82,10 @@ class Case:
     arrangement: how weights lie; "concat" is native with rows in halves, "turned" the fused one with
     columns in turns, "numbered" matrices of two modules as Megatron-Core has them. recipe: "none",
     or of FP8. own: the layer has activation parameters of its own. adapters: projections that have a
-    low-rank pair. trains: which of weights and biases. gradients: where those of weights go: `.grad`,
-    a `main_grad` that holds something, or one that is None. copies: FP8 copies are read in the place of
-    weights that hold no memory. places: how elements of such a
-    `main_grad` lie (`held.spelled`). arrivals: what its sender has quantised.
+    low-rank pair. trains: which of weights and biases; biases beside weights that are frozen as "codes".
+    gradients: where those of weights go: `.grad`, a `main_grad` that holds something, or one that is
+    None. copies: FP8 copies are read in the place of weights that hold no memory. places: how elements
+    of such a `main_grad` lie (`held.spelled`). arrivals: what its sender has quantised.
     spelling: how x, the probabilities, the ids and the gradient of the output lie in memory. scene:
     which part of an operand is `LOUD` times as large. schedule: one micro-batch, two, two whose
     backwards come in the other order, one whose forward runs again (for an odd seed in the re-entrant
@@ -148,7 +148,7 @@ class Case:
     @property
     def frozen(self) -> bool:
         """Whether the weights are frozen."""
-        return self.trains in ("biases", "b1", "b2")
+        return self.trains in ("biases", "b1", "b2", "codes")
 
     @property
     def gated(self) -> bool:

@@ -26,7 +26,7 @@ from sonicmoe.enums import ActivationType
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 from sonicmoe.errors import OutOfMemoryError
 from sonicmoe.layer.state import LayerState
-from sonicmoe.layouts import GateUp, WeightLayout
+from sonicmoe.layouts import Codes, GateUp, WeightLayout
 from sonicmoe.quant.tokens import quantize_tokens
 from sonicmoe.weights.parameters import NumberedParameters
 
@@ -57,10 +57,11 @@ def config_of(case: Case, engine: str) -> SonicMoEConfig:
 
 class Layer:
     """The parameters of a case, and how one face calls them. Subclasses say which values of the axes
-    they take, where not all.
+    they take, where not all, and the arrangements in which they take frozen codes.
     """
 
     takes: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    freezes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, case: Case, scene: Scene, engine: str) -> None:
         self.case, self.scene = case, scene
@@ -69,10 +70,8 @@ class Layer:
         self.dtype = getattr(torch, case.dtype)
         self.activation = ActivationType(case.activation)
         self.weights = self.make_weights()
-        self.biases = [] if scene.b1 is None else [
-            self.leaf(self.rows(b, -1) if index == 0 else b, torch.float32, self.bias_trains[index])
-            for index, b in enumerate((scene.b1, scene.b2))
-        ]  # fmt: skip
+        self.biases = self.make_biases()
+        self.weights = self.freeze() if case.trains == "codes" else self.weights
         self.pairs = {
             name: LowRank(
                 self.leaf(a, self.dtype, True),
@@ -118,7 +117,7 @@ class Layer:
 
     @property
     def bias_trains(self) -> list[bool]:
-        return [self.case.trains in ("all", "biases", name) for name in ("b1", "b2")]
+        return [self.case.trains in ("all", "biases", "codes", name) for name in ("b1", "b2")]
 
     @cached_property
     def options(self) -> dict[str, float]:
@@ -140,6 +139,29 @@ class Layer:
     def parameter(self, array: Any) -> Any:
         made = parameter(np.ascontiguousarray(array, np.float32), self.dtype)
         return made if IS_PADDLE else torch.nn.Parameter(spelled(made.detach().to(self.device)))
+
+    def make_biases(self) -> list[Any]:
+        b1, b2 = self.scene.b1, self.scene.b2
+        arrays = [] if b1 is None else [self.rows(b1, -1), b2]
+        pairs = zip(arrays, self.bias_trains, strict=False)
+        return [self.leaf(array, torch.float32, trains) for array, trains in pairs]
+
+    def freeze(self) -> list[Any]:
+        """Codes and scales of w1 and of w2, in the place of the weights."""
+        from sonicmoe.functional import freeze_weights
+
+        turned = [weight.permute(1, 2, 0) for weight in self.weights]
+        halves = self.case.arrangement == "concat"
+        with frozen_for(self.case) as checked:
+            w1, w2, lost = freeze_weights(*turned, self.activation, halves)
+            checked(lost)
+        return [*w1, *w2]
+
+    @property
+    def codes(self) -> list[Codes]:
+        """Of w1 and of w2, as functions take them; none where these are not frozen."""
+        held = self.weights
+        return [Codes(*held[:2]), Codes(*held[2:])] if self.case.trains == "codes" else []
 
     def rows(self, array: np.ndarray, axis: int) -> np.ndarray:
         """Rows of a split-half w1 in the order of this layer's weights."""
@@ -346,6 +368,7 @@ class Stacked(Layer):
     """`expert_mlp`, which serves the layer and the integrations."""
 
     takes: ClassVar = {**OF_TORCH, "arrangement": ("fused", "native", "concat", "halves")}
+    freezes: ClassVar = ("native",)
 
     def make_weights(self) -> list[Any]:
         return [self.parameter(array) for array in self.stacked()]
@@ -362,7 +385,7 @@ class Stacked(Layer):
     @property
     def given(self) -> tuple[Any, ...]:
         """Weights and biases as functions take them."""
-        *up, down = self.weights
+        *up, down = self.codes or self.weights
         return GateUp(*up) if len(up) == 2 else up[0], down, *(self.biases or (None, None))
 
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
@@ -380,6 +403,7 @@ class Rows(Stacked):
     takes: ClassVar = {
         **Stacked.takes, "index": ("int64",), "adapters": ("none",),
     }  # fmt: skip
+    freezes: ClassVar = ()
 
     @cached_property
     def plan(self) -> Any:
@@ -405,12 +429,13 @@ class Triples(Layer):
         "arrangement": ("native", "concat", "halves"),
         "adapters": ("none",),
     }
+    freezes: ClassVar = ("native", "concat")
     make_weights = Stacked.make_weights
 
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
         from sonicmoe.functional import moe_general_routing_inputs
 
-        *up, down = (weight.permute(1, 2, 0) for weight in self.weights)
+        *up, down = self.codes or (weight.permute(1, 2, 0) for weight in self.weights)
         b1, b2 = self.biases or (None, None)
         topk = scene.indices.shape[1]
         token = torch.arange(len(scene.x)).repeat_interleave(topk).to(self.device)
@@ -427,15 +452,35 @@ class Triples(Layer):
         return out
 
 
-class Module(Layer):
+class Owned(Layer):
+    """A face whose parameters belong to a module. biases_of: each of them by its owner and its name."""
+
+    module: Any
+    biases_of: Sequence[tuple[Any, str]]
+
+    def make_biases(self) -> list[Any]:
+        made = [torch.nn.Parameter(b.detach(), b.requires_grad) for b in super().make_biases()]
+        for (owner, name), bias in zip(self.biases_of, made, strict=False):
+            setattr(owner, name, bias)
+        return made
+
+    def freeze(self) -> list[Any]:
+        from sonicmoe.integrations.frozen import freeze_experts
+
+        with frozen_for(self.case) as checked:
+            checked(freeze_experts(self.module))
+        return [held for held in self.module.parameters() if not held.is_floating_point()]
+
+
+class MoELayer(Owned):
     """`sonicmoe.MoE`, which routes by itself."""
 
     takes: ClassVar = {
         **OF_TORCH, "arrangement": ("native",), "routing": ("full",), "dtype": ("float32",),
         "scene": ("usual",),
-        "index": ("int64",), "law": ("repeat", "memory", "recompute", "split"),
+        "index": ("int64",), "law": ("repeat", "memory", "trains", "recompute", "split"),
     }  # fmt: skip
-
+    freezes: ClassVar = ("native",)
     backend = "sonicmoe"
 
     def make_weights(self) -> list[Any]:
@@ -443,42 +488,34 @@ class Module(Layer):
 
         experts, hidden, _ = self.scene.up_gate.shape
         sizes = experts, self.scene.indices.shape[1], hidden, self.scene.down.shape[1]
-        bias = self.scene.b1 is not None
         options = {"activation_parameters": self.options or None}
-        self.moe = MoE(*sizes, self.activation, bias, **options).to(self.device)
-        held = [self.moe.c_fc.weight, self.moe.c_proj.weight]
-        arrays = self.stacked()
-        if bias:
-            held += [self.moe.c_fc.bias, self.moe.c_proj.bias]
-            arrays += [self.rows(self.scene.b1, -1), self.scene.b2]
+        self.module = MoE(*sizes, self.activation, self.scene.b1 is not None, **options)
+        self.module.to(self.device)
+        parts = self.module.c_fc, self.module.c_proj, self.module.router
+        self.biases_of = [(part, "bias") for part in parts[:2]]
         with torch.no_grad():
-            for weight, array in zip(
-                [*held, self.moe.router.weight], [*arrays, self.scene.router], strict=True
-            ):
-                weight.copy_(self.tensor(array))
-        return held[:2]
+            for part, array in zip(parts, [*self.stacked(), self.scene.router], strict=True):
+                part.weight.copy_(self.tensor(array))
+        return [part.weight for part in parts[:2]]
 
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
-        if self.biases:
-            self.biases = [self.moe.c_fc.bias, self.moe.c_proj.bias]
-            for bias, trains in zip(self.biases, self.bias_trains, strict=True):
-                bias.requires_grad_(trains)
-        return self.traced(self.moe)(x, self.backend, adapters=self.adapters)[0]
+        return self.traced(self.module)(x, self.backend, adapters=self.adapters)[0]
 
     def gradients(self) -> dict[str, np.ndarray]:
-        return super().gradients() | {"drouter": host(self.moe.router.weight.grad)}
+        return super().gradients() | {"drouter": host(self.module.router.weight.grad)}
 
 
-class Plain(Module):
+class Plain(MoELayer):
     """Its operations of PyTorch alone, with which users compare it."""
 
     takes: ClassVar = {
-        **Module.takes, "recipe": ("none",), "law": ("repeat", "split"), "schedule": EAGER,
+        **MoELayer.takes, "recipe": ("none",), "law": ("repeat", "split"), "schedule": EAGER,
     }  # fmt: skip
+    freezes: ClassVar = ()
     backend = "torch"
 
 
-class Transformers(Layer):
+class Transformers(Owned):
     """An experts module of transformers under `register()`."""
 
     ACTIVATIONS: ClassVar = {
@@ -487,9 +524,10 @@ class Transformers(Layer):
         "gelu_tanh": "gelu_pytorch_tanh",
     }  # fmt: skip
     takes: ClassVar = {
-        **OF_TORCH, "arrangement": ("fused", "native", "concat", "turned"), "adapters": ("none",),
-        "own": (False,), "activation": tuple(ACTIVATIONS),
+        **OF_TORCH, "arrangement": ("fused", "native", "concat", "turned"), "own": (False,),
+        "activation": tuple(ACTIVATIONS),
     }  # fmt: skip
+    freezes: ClassVar = takes["arrangement"]
 
     def make_weights(self) -> list[Any]:
         from transformers import PretrainedConfig
@@ -520,18 +558,15 @@ class Transformers(Layer):
             has_bias=self.scene.b1 is not None,
             has_gate=gated,
         )(Experts)
-        self.experts, self.names = decorated(PretrainedConfig()), names
+        self.module, self.names = decorated(PretrainedConfig()), names
+        self.biases_of = [(self.module, f"{name}_bias") for name in names]
         name = "sonicmoe_fp8" if self.case.fp8 else "sonicmoe"
-        self.experts.config._experts_implementation = name
+        self.module.config._experts_implementation = name
         return weights
 
     def call(self, x: Any, probs: Any, indices: Any, scene: Scene) -> Any:
-        if self.biases and not hasattr(self.experts, "down_proj_bias"):
-            own = zip(self.biases, self.bias_trains, strict=True)
-            self.biases = [torch.nn.Parameter(bias.detach(), trains) for bias, trains in own]
-            for name, bias in zip(self.names, self.biases, strict=True):
-                setattr(self.experts, f"{name}_bias", bias)
-        return self.traced(self.experts)(x, indices, probs)
+        pairs = dict(zip(self.names, self.adapters or (), strict=False))
+        return self.traced(self.module)(x, indices, probs, adapters=pairs)
 
 
 class Fleet(Layer):
@@ -631,7 +666,7 @@ class Steps(Fleet):
 
 
 LAYERS: dict[str, type[Layer]] = {
-    "node": Node, "sorted": Sorted, "stacked": Stacked, "triples": Triples, "moe": Module, "plain": Plain,
+    "node": Node, "sorted": Sorted, "stacked": Stacked, "triples": Triples, "moe": MoELayer, "plain": Plain,
     "transformers": Transformers, "fleet": Fleet, "steps": Steps, "rows": Rows,
 }  # fmt: skip
 ONE_SLOT = "sorted", "rows"
@@ -646,18 +681,19 @@ ON_A_GPU: dict[str, tuple[Any, ...]] = {
     "law": tuple(law for law in AXES["law"] if law != "full"),  # tests/gpu/test_faults_gpu.py
     "dtype": ("bfloat16", "float16"), "schedule": EAGER, "copies": (False,),
 }  # fmt: skip
+WITHOUT_CODES = {"trains": tuple(value for value in AXES["trains"] if value != "codes")}
 ENGINES: dict[str, dict[str, tuple[Any, ...]]] = {
     "reference": {},
     "hopper": ON_A_GPU | {
         "recipe": ("dx256",), "activation": tuple(GATED), "dtype": ("bfloat16",), "iso_weight": (False,),
         "save_z": ("adaptive", "int8", "bf16"),
     },
-    "mxfp8": ON_A_GPU | {
+    "mxfp8": ON_A_GPU | WITHOUT_CODES | {
         "recipe": ("iso32-pow2",), "activation": tuple(GATED), "save_z": ("bf16",), "dtype": ("bfloat16",), "bias": (False,),
         "adapters": ("none",), "arrivals": ("plain",), "fp8_wgrad": (True,),
     },
-    "bf16": ON_A_GPU | {"recipe": ("none",)},
-    "triton": ON_A_GPU | {"recipe": ("none",)},
+    "bf16": ON_A_GPU | WITHOUT_CODES | {"recipe": ("none",)},
+    "triton": ON_A_GPU | WITHOUT_CODES | {"recipe": ("none",)},
 }  # fmt: skip
 # Whole blocks, ragged rows, an expert of few rows, no token: of sizes that TMA takes; small ones where a
 # host computes the kernels.
@@ -680,6 +716,10 @@ def normal(case: Case, engine: str = "reference") -> Case:
         case = replace(case, face=FACES[len(case.face) % len(FACES)])
     of_engine = ENGINES[engine.removesuffix(ON_HOST)]
     case = _with(case, of_engine)
+    if case.trains == "codes":
+        known = LAYERS[case.face].freezes
+        frozen = {"recipe": ("dx256",), "arrangement": known}
+        case = _with(case, frozen) if known else replace(case, trains="biases")
     of_face = {
         name: tuple(value for value in values if value in of_engine.get(name, values))
         for name, values in LAYERS[case.face].takes.items()
@@ -733,6 +773,9 @@ def _of_the_law(case: Case) -> dict[str, Any]:
         return {}
     # What a sender quantises, and the copy of strided tokens, are made outside of a call.
     named = "full" if case.face in NAMES_A_CURE else "repeat"
+    # Paddle's indexing leaves gradients off where the forward that its backward repeats has failed.
+    if IS_PADDLE and case.face == "sorted" and case.schedule == "checkpoint":
+        named = "repeat"
     return {"arrivals": "plain", "spelling": "contiguous", "law": named}
 
 
@@ -762,6 +805,22 @@ def _of_sizes(case: Case, engine: str) -> dict[str, Any]:
         changes["law"] = "repeat"
     topk = 1 if case.face in ONE_SLOT else min(topk, experts)
     return changes | {"sizes": (tokens, hidden, inner, experts, topk)}
+
+
+@contextmanager
+def frozen_for(case: Case) -> Iterator[Callable[[Any], None]]:
+    """Weights of a case are frozen inside; yields a check of what that lost. Codes stand for them exactly,
+    save under law `trains`, where they are those that an engine makes of weights that it has.
+    """
+    from sonicmoe.quant.recipes import ScaleFormat
+    from sonicmoe.weights import frozen
+
+    def check(lost: Any) -> None:
+        assert lost.weights and (case.law == "trains" or not lost.changed), lost
+
+    as_engines = (ScaleFormat.FP32,) if case.law == "trains" else frozen._FORMATS
+    with mock.patch.object(frozen, "_FORMATS", as_engines):
+        yield check
 
 
 @contextmanager

@@ -237,6 +237,9 @@ def scene_of(case: Case) -> Scene:
         own=OWN[case.activation] if case.own else (),
     )
     scene = _of_whole_numbers(scene) if case.scene == WHOLE else _with_an_outlier(scene, case, rng)
+    if case.trains == "codes":
+        up_gate, down = map(_in_codes, (scene.up_gate, scene.down))
+        scene = replace(scene, up_gate=up_gate, down=down)
     if case.routing == "zero":
         scene = replace(scene, probs=np.zeros_like(scene.probs))
     if case.bias:
@@ -269,6 +272,17 @@ def _with_an_outlier(scene, case, rng):
         place = (slice(None) if a in along else rng.integers(n) for a, n in enumerate(array.shape))
         array[tuple(place)] *= LOUD_UNIT if case.scene == "w1 unit" else LOUD
     return replace(scene, **{name: rounded(array, case.dtype)})
+
+
+def _in_codes(weight):
+    """Rounded to what E4M3 holds exactly under a power of two, of an expert or of a part of it: four
+    significant bits, and no bit below the smallest code.
+    """
+    largest = np.abs(weight).max(axis=(1, 2), keepdims=True)
+    smallest = 2.0 ** (np.ceil(np.log2(largest / 448.0)) - 9)
+    exponents = np.frexp(weight)[1]
+    unit = np.maximum(np.ldexp(1.0, exponents - 4), smallest)
+    return np.rint(weight / unit) * unit
 
 
 def _of_whole_numbers(scene):

@@ -14,7 +14,6 @@ import pytest
 import torch
 from functional.layer_golden import batch, make_layer, make_tokens, views
 from functional.test_general_routing import TOKENS, triples
-from functional.test_moe_adapters import pairs
 from functional.test_routed import COUNTS
 from functional.test_routed import Layer as RoutedLayer
 from functional.test_two_tensors import general, leaves, turned, whole_layer
@@ -23,6 +22,7 @@ from refusals.table import rows, scenes
 from sonicmoe import (
     Adapters,
     KernelBackendMoE,
+    LowRank,
     MoE,
     SonicMoEConfig,
     count_cumsum,
@@ -438,9 +438,8 @@ def adapted(targets=("c_fc.weight", "c_proj.weight"), **options):
 
 
 def with_short_factor():
-    moe = make_layer()
-    down = pairs(moe).down
-    moe(make_tokens(19, 32), adapters=Adapters(down=down._replace(b=down.b[:4])))
+    down = LowRank(zeros(5, 3, 24), zeros(4, 32, 3))
+    make_layer()(make_tokens(19, 32), adapters=Adapters(down=down))
 
 
 def frozen(after=lambda moe, x: moe(x), recipe="dx256"):
@@ -507,7 +506,7 @@ ROWS += scenes(
     (TypeError, "got tuple", lambda: freeze_weights((zeros(2, 2, 2),) * 2, zeros(2, 2, 2))),
     (DTypeError, "w1 is uint8", lambda: freeze_weights(*(zeros(4, 4, 2, dtype=torch.uint8),) * 2)),
     (ConfigError, "adapters came as an argument, and peft has some",
-     lambda: adapted(["c_fc.weight"])(make_tokens(19, 32), adapters=pairs(make_layer()))),
+     lambda: adapted(["c_fc.weight"])(make_tokens(19, 32), adapters=Adapters())),
     (ConfigError, RANKS, lambda: adapted(r=129)(make_tokens(19, 32))),
     (LayoutError, "c_fc is ParamWrapper, an adapter that would do",
      lambda: adapted(["c_fc.bias"])(make_tokens(19, 32))),

@@ -76,6 +76,7 @@ def _exact(faces: list[str], case: Case) -> Case:
         activation=gates[case.seed % len(gates)],
         recipe=EXACT_RECIPES[case.seed % len(EXACT_RECIPES)],
         arrivals="plain", adapters="none", own=False, scene="usual", sizes=SIZES,
+        trains="all" if case.trains == "codes" else case.trains,
     )  # fmt: skip
     return replace(normal(case), scene=WHOLE)
 
