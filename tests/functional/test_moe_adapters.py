@@ -6,22 +6,18 @@ import pytest
 import torch
 from functional.layer_golden import make_layer, make_tokens
 
-H = 32
 
-
-def adapted_by_peft():
+def adapted(targets=("c_fc.weight", "c_proj.weight"), **options):
     peft = pytest.importorskip("peft", minversion="0.17")
     torch.manual_seed(2)
-    config = peft.LoraConfig(
-        r=3, target_modules=[], init_lora_weights=False,
-        target_parameters=["c_fc.weight", "c_proj.weight"],
-    )  # fmt: skip
+    options = {"r": 3, "target_modules": [], "init_lora_weights": False, **options}
+    config = peft.LoraConfig(target_parameters=list(targets), **options)
     return peft.get_peft_model(make_layer(bias=True), config)
 
 
 def test_adapters_of_peft_are_the_same_as_merged():
-    model = adapted_by_peft()
-    moe, x = model.get_base_model(), make_tokens(19, H)
+    model = adapted()
+    moe, x = model.get_base_model(), make_tokens(19, 32)
     apart, aux = model(x)
     (apart.square().sum() + aux).backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None}

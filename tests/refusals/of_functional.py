@@ -10,10 +10,10 @@ from functools import partial
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from functional.layer_golden import batch, make_layer, make_tokens, views
 from functional.test_general_routing import TOKENS, triples
+from functional.test_moe_adapters import adapted
 from functional.test_routed import COUNTS
 from functional.test_routed import Layer as RoutedLayer
 from functional.test_two_tensors import general, leaves, turned, whole_layer
@@ -428,13 +428,6 @@ ROWS += scenes(
 
 
 # Adapters and frozen experts.
-
-
-def adapted(targets=("c_fc.weight", "c_proj.weight"), **options):
-    peft = pytest.importorskip("peft", minversion="0.17")
-    options = {"r": 3, "target_modules": [], "init_lora_weights": False, **options}
-    config = peft.LoraConfig(target_parameters=list(targets), **options)
-    return peft.get_peft_model(make_layer(bias=True), config).get_base_model()
 
 
 def with_short_factor():
