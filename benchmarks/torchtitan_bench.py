@@ -11,8 +11,9 @@ one job.
 |---|---|
 | stock | behind all-to-all |
 | minimal | stock experts behind MinimalAsyncEP, which needs GPUs, several ranks and full recompute |
-| bf16, fp8 | the whole routed path; the host waits for counts, or does not with `--no-wait` |
+| bf16, fp8 | the whole routed path; the host waits for counts |
 | fp8-codes | the same as fp8, and FSDP2 gathers codes of weights, quantised once per optimizer step |
+| fp8-no-wait | the same as fp8-codes, and the host does not wait for counts, as in the place of minimal |
 | fp8-rows | the same as fp8, and tokens and gradients travel to the experts in FP8 |
 
 | figure | what |
@@ -47,8 +48,8 @@ import torch
 from timing import GIB
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-EXPERTS = ("stock", "minimal", "bf16", "fp8", "fp8-codes", "fp8-rows")
-USUAL = EXPERTS[:5]
+EXPERTS = ("stock", "minimal", "bf16", "fp8", "fp8-codes", "fp8-no-wait", "fp8-rows")
+USUAL = EXPERTS[:6]
 # Layers, experts and tokens of a sequence, of the model and of the tiny one.
 SIZES, TINY = (48, 128, 4096), (4, 8, 64)
 HEADS = ("experts", "tokens/s", "of stock", "step ms", "MFU", "peak GiB", "exchange", "loss gap")
@@ -88,7 +89,6 @@ def row_of(name: str, found: Any, stock: Any, tokens: int) -> str:
 @click.option("--steps", type=click.IntRange(2), default=50, show_default=True)
 @click.option("--experts", "names", type=click.Choice(EXPERTS), multiple=True,
               help=f"May be repeated: {', '.join(USUAL)}, those that can run.")  # fmt: skip
-@click.option("--no-wait", is_flag=True, help="Our host does not wait for counts.")
 @click.option("--expert-parallel", type=click.IntRange(1), help="8, or all ranks if fewer.")
 @click.option("--checkpoint", type=click.Choice(("full", "selective", "none")), default="full",
               show_default=True, help="Activation checkpointing.")  # fmt: skip
@@ -98,8 +98,8 @@ def row_of(name: str, found: Any, stock: Any, tokens: int) -> str:
 @timing.json_option
 def main(
     layers: int | None, counts: tuple[int, ...], length: int | None, steps: int,
-    names: tuple[str, ...], no_wait: bool, expert_parallel: int | None, checkpoint: str,
-    backend: str, quick: bool, json_file: Path | None,
+    names: tuple[str, ...], expert_parallel: int | None, checkpoint: str, backend: str,
+    quick: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Measure; the first rank prints."""
     timing.device_of(quick)
@@ -124,8 +124,7 @@ def main(
     import torchtitan_turn
 
     depth, tokens = layers or depth, length or tokens
-    settings = size, checkpoint, backend, quick, not no_wait
-    job = torchtitan_turn.Job(depth, tokens, steps, *settings)
+    job = torchtitan_turn.Job(depth, tokens, steps, size, checkpoint, backend, quick)
     is_first = os.environ["RANK"] == "0"
     say = click.echo if is_first else lambda _: None
     ranks, rows = int(os.environ["WORLD_SIZE"]), list[dict[str, Any]]()

@@ -47,6 +47,7 @@ CONTESTANTS = {
     "bf16": ({"fp8_mode": "off"}, False),
     "fp8": ({"fp8_mode": "perf"}, False),
     "fp8-codes": ({"fp8_mode": "perf", "gather_codes": True}, False),
+    "fp8-no-wait": ({"fp8_mode": "perf", "gather_codes": True}, False),
     "fp8-rows": ({"fp8_mode": "perf"}, False),
 }
 
@@ -62,7 +63,6 @@ class Job:
     checkpoint: str
     backend: str  # of torch.compile, or "none"
     quick: bool
-    waits: bool  # whether the host of our dispatch waits for counts
 
     def config(self, experts: str, sequences: int, folder: str) -> Trainer.Config:
         """torchtitan's own job of this model, with these experts in it."""
@@ -92,7 +92,8 @@ class Job:
         config.checkpoint.enable = False
         if options is not None:
             in_fp8 = experts == "fp8-rows"
-            rows = {"wait_for_counts": self.waits, "fp8": in_fp8, "fp8_grad": in_fp8}
+            waits = experts != "fp8-no-wait"
+            rows = {"wait_for_counts": waits, "fp8": in_fp8, "fp8_grad": in_fp8}
             config.override.imports = [(f"{DOOR}.routed_experts", {**options, "transport": rows})]
             if self.checkpoint == "selective":
                 config.override.imports.append(f"{DOOR}.selective_ac")
