@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo.config  # which the first DTensor of each rank would import
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forked import run_ranks
@@ -487,6 +488,8 @@ def run(rank: int) -> None:
 
 def main() -> None:
     ranks = int(sys.argv[2])
+    if "LoRA" in sys.argv:
+        lora()  # imports its libraries once for all ranks
     assert run_ranks(ranks, run) == [0] * ranks
     print("equal")
 

@@ -1,8 +1,8 @@
-"""One of two ranks: trains a small MoE under DDP and FSDP2 and compares it with one process that sees
+"""Two ranks: each trains a small MoE under DDP and FSDP2 and compares it with one process that sees
 both ranks' batches; then shards, offloads or wraps a layer or a part of it in every way of the table, and
 compares what it returns, and the gradient of its tokens, with the layer alone.
 
-python parts_worker.py RANK STORE_FILE [TABLE ...]
+python parts_worker.py STORE_FILE [TABLE ...]
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo.config  # which the first DTensor of each rank would import
 import torch.distributed as dist
+from forked import run_ranks
 from functional.sharded_models import (
     HIDDEN,
     OnOneRouting,
@@ -409,11 +411,10 @@ def problem(make: Callable[[], nn.Module], way: Way, words: str) -> str:
     return "" if all(near) else "other numbers"
 
 
-def main() -> None:
-    rank, store, *names = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
-    check_all(int(rank))
+def check_tables(rank: int) -> None:
+    store, *names = sys.argv[1:]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    check_all(rank)
     tables = {"layers": LAYERS, "transformers": TRANSFORMERS}
     found = {
         name: problem(make, way, words)
@@ -423,6 +424,13 @@ def main() -> None:
     }
     assert not any(found.values()), {name: words for name, words in found.items() if words}
     dist.destroy_process_group()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if "transformers" in sys.argv:
+        decoder(adapters=True)  # imports its libraries once for both ranks
+    assert run_ranks(RANKS, check_tables) == [0] * RANKS
     print("all")
 
 
