@@ -3,13 +3,18 @@ where a fresh interpreter for each would take longer to start than most ranks ta
 
 They are forked before the process has a thread or a process group, and none of them runs the end of
 the interpreter, in which forked ranks hang now and then.
+
+python forked.py JSON runs a program in each rank, as a launcher starts it (`worlds.run_forked`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
+import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -24,6 +29,7 @@ def run_ranks(world: int, run: Callable[[int], None]) -> list[int]:
     """`run(rank)` in a process for each rank; the exit code of each: 0, 1 behind a traceback of what it
     raised, or a negative signal. Those that still run `GRACE_S` after another has failed are killed.
     """
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
     gc.freeze()  # so that no collection of a rank copies what they share
     children = {_fork(rank, run): rank for rank in range(world)}
     codes, deadline = [0] * world, float("inf")
@@ -49,9 +55,33 @@ def _fork(rank: int, run: Callable[[int], None]) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends where its parent does
         run(rank)
         code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def main() -> None:
+    """imports: modules for all ranks. commands, variables: of each rank. outputs: files for what each
+    prints.
+    """
+    given = json.loads(sys.argv[1])
+    for name in given["imports"]:
+        importlib.import_module(name)
+
+    def run(rank: int) -> None:
+        os.environ.update(given["variables"][rank])
+        os.dup2(os.open(given["outputs"][rank], os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
+        sys.argv = given["commands"][rank]
+        sys.path[0] = os.path.dirname(sys.argv[0])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+    sys.exit(any(run_ranks(len(given["commands"]), run)))
+
+
+if __name__ == "__main__":
+    main()

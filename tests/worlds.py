@@ -5,6 +5,7 @@ failed.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import signal
@@ -159,3 +160,19 @@ def run_world(command_of_rank, variables, timeout=TIMEOUT_S):
     ]
     assert not bad, "\n".join(bad)
     return [out for _, out, _ in results]
+
+
+def run_forked(command_of_rank, variables, imports, timeout=TIMEOUT_S):
+    """`run_world` of scripts that may share one import of modules, because they read no variable of
+    their rank before they run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(len(variables))]
+        given = {
+            "imports": imports,
+            "commands": [list(map(str, command_of_rank(rank))) for rank in range(len(variables))],
+            "variables": variables,
+            "outputs": list(map(str, outputs)),
+        }
+        run_world(lambda _: [TESTS / "forked.py", json.dumps(given)], [{}], timeout)
+        return [output.read_text() for output in outputs]

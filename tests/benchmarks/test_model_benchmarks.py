@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-import processes
 import pytest
-from worlds import ROOT, environment
+from worlds import ROOT, run_forked, torchrun_variables
 
 pytest.importorskip("transformers", minversion="5.7")
 # transformers' own grouped_mm calls such a function where it is compiled.
@@ -84,8 +83,8 @@ def test_steps_under_fsdp2(tmp_path):
     options = ["--quick", "--layers=1", "--rounds=1", "--steps=1", f"--json={found}"]
     options += [f"--way={way}" for way in ways]
     program = ROOT / "benchmarks" / "fsdp_bench.py"
-    done = processes.run([program, *options], environment(), ROOT, timeout=400)
-    assert done.returncode == 0, done.stderr
+    imports = ["torch._dynamo.config", "transformers"]
+    said, _ = run_forked(lambda rank: [program, *options], torchrun_variables(2), imports)
     (size,) = json.loads(found.read_text())["sizes"]
     rows = size["rows"]
     assert tuple(rows) == ways
@@ -93,7 +92,7 @@ def test_steps_under_fsdp2(tmp_path):
         share = row["gathered"] / rows["stock"]["gathered"]
         # Attention is a third of this layer, and gathered in bf16.
         assert share == 1.0 if "codes" not in way else 0.5 < share < 0.65, way
-        assert f"| {way} | " in done.stdout
+        assert f"| {way} | " in said
     losses = [row["loss"] for row in rows.values()]
     assert max(losses) - min(losses) < 0.1
 

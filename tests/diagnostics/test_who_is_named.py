@@ -4,6 +4,7 @@ Paddle.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,14 @@ from oracle.golden import scene_of
 from sonicmoe import SonicMoEConfig
 from sonicmoe.diagnostics.step_dump import Caller
 from sonicmoe.engine.low_rank import NAMES_OF_FACTORS
+
+
+@pytest.fixture(autouse=True)
+def few_objects():
+    """Names are looked for among all objects of the process, and those of imports were most of the time."""
+    gc.collect()
+    gc.freeze()
+
 
 FACTORS = {name: f"computed from parameters that are not finite: adapters.{name}" for name in NAMES_OF_FACTORS}  # fmt: skip
 
