@@ -202,8 +202,8 @@ def _routed_mlp(
         out, kept.saved = call.forward(_rows(kept.tokens, plan), kept.tokens.probs, save=save)
         # A forward inside a backward runs for the second time, and its own backward is the next to
         # come. Codes of the weights are kept until then, and else not: they would live for a pass.
-        if not (save and plan.settings.recipe is not None and in_backward()):
-            kept.reading = None
+        is_next = save and plan.settings.recipe is not None and in_backward()
+        kept.reading = call.reading if is_next else None
         return kept.dispatcher.combine(out, kept.tokens.handle)
 
 

@@ -160,7 +160,7 @@ def test_the_two_halves_of_a_backward(around, fresh_compiler):
 
 
 @MODES
-@pytest.mark.parametrize("way", ["eager", "again", "compiled", "compiled again"])
+@pytest.mark.parametrize("way", ["eager", "again", "compiled", "compiled again", "rows kept"])
 def test_weights_are_read_while_rows_travel(way, fp8_mode, monkeypatch, fresh_compiler):
     """Once for every dispatch, before the host knows what came; but for a backward without one."""
     layer, events = Layer(fp8_mode), []
@@ -178,10 +178,11 @@ def test_weights_are_read_while_rows_travel(way, fp8_mode, monkeypatch, fresh_co
     monkeypatch.setattr(passed_call, "read_weights", noted("read", passed_call.read_weights))
     layer.results(WAYS[way][0](layer.routed))
     of_dispatch = ["dispatch begins", "read begins", "read ends", "dispatch ends"]
-    computes_again = way.endswith("again")
-    # Plain weights are the caller's: the experts' forward leaves nothing of them for its backward.
-    reads_again = not computes_again or (fp8_mode == "off" and way == "again")
-    wanted = of_dispatch * (1 + computes_again) + ["read begins", "read ends"] * reads_again
+    # By the experts alone, behind the last dispatch. Plain weights are the caller's: a forward inside
+    # the backward leaves nothing of them, and codes for what comes next.
+    plain = fp8_mode == "off"
+    reads = {"again": plain, "compiled again": 0, "rows kept": 1 + plain}.get(way, 1)
+    wanted = of_dispatch * (1 + way.endswith("again")) + ["read begins", "read ends"] * reads
     assert events == wanted
 
 
