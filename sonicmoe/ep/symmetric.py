@@ -106,12 +106,11 @@ class SymmetricTransport(Transport):
             sequence = memory.next_sequence() if limit is None else 0
             bounds = capacity, slots, sequence
             kernels.send(memory.table, *sent, plan, most, experts, *bounds, stream)
-            if limit is not None:
-                meanwhile()
-                counts, rows = self._room_for(slots, topk_idx), most_rows
-                break
             meanwhile()
             meanwhile = nothing  # where this is not the last time around
+            if limit is not None:
+                counts, rows = self._room_for(slots, topk_idx), most_rows
+                break
             found = memory.counts(sequence, self.num_local_experts)
             if found.most_tokens <= most:
                 counts, most_rows = found.slots, max(found.rows)
