@@ -179,7 +179,7 @@ def places(m, k):
     of the GEMMs, byte by byte of the blocked layout.
     """
     blocks = -(-k // 32)
-    row = torch.tensor([[scale_offset(i, b, blocks) for b in range(blocks)] for i in range(m)])
+    row = scale_offset(torch.arange(m)[:, None], torch.arange(blocks), blocks)
     return row.repeat_interleave(32, 1)[:, :k]
 
 
