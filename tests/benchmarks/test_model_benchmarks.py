@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 from worlds import ROOT, run_forked, torchrun_variables
@@ -83,7 +84,7 @@ def test_steps_under_fsdp2(tmp_path):
     options = ["--quick", "--layers=1", "--rounds=1", "--steps=1", f"--json={found}"]
     options += [f"--way={way}" for way in ways]
     program = ROOT / "benchmarks" / "fsdp_bench.py"
-    imports = ["torch._dynamo.config", "transformers"]
+    imports = ["torch._dynamo.config", "transformers", *(["peft"] if find_spec("peft") else [])]
     said, _ = run_forked(lambda rank: [program, *options], torchrun_variables(2), imports)
     (size,) = json.loads(found.read_text())["sizes"]
     rows = size["rows"]
