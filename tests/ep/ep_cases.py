@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -46,8 +47,9 @@ def not_here(ids):
     return (ids < 0) | (ids >= EXPERTS)
 
 
+@cache
 def cases(world):
-    """By name, the sources of every rank."""
+    """By name, the sources of every rank, which nobody writes."""
     local = EXPERTS // world
     return {
         "uneven": [source(tokens, 1) for tokens in (40, 7, 23, 31)[:world]],
@@ -87,7 +89,12 @@ def joined(sources):
 
 
 def expert_weights():
-    """up_gate `[E, H, 2I]` and down `[E, I, H]`, fp32."""
+    """up_gate `[E, H, 2I]` and down `[E, I, H]`, fp32; the caller's own."""
+    return tuple(drawn.copy() for drawn in _drawn_weights())
+
+
+@cache
+def _drawn_weights():
     rng = np.random.default_rng(7)
     up = rng.standard_normal((EXPERTS, HIDDEN, 2 * INTERMEDIATE)) * HIDDEN**-0.5
     down = rng.standard_normal((EXPERTS, INTERMEDIATE, HIDDEN)) * INTERMEDIATE**-0.5

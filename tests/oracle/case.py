@@ -248,6 +248,8 @@ class _Missing:
             beside = {(other, getattr(case, other)) for other in AXES if other != name}
             known = rng.sample(AXES[name], len(AXES[name]))
             value = max(known, key=lambda v: len(self.partners[name, v] & beside))
+            if value == getattr(case, name):
+                continue
             changed = normal(replace(case, **{name: value}))
             found = _pairs(changed)
             if pair in found and len(self.pairs & found) > count:
