@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ..engine.settings import TokenFormat
 from ..enums import ActivationParameters, ActivationType
 from ..interop import device_name, dtype_name, is_cuda
 from ..jit_warmup import warmup_jit
@@ -102,9 +103,12 @@ class NodeUpkeep:
     def prequantize_weights(self) -> None:
         """Build the weight caches now, ahead of the first forward of a step, for a backward too."""
         parameters = self._state.parameters.parameters()
-        plan = self._plan.fitted_to_weight(parameters[0])
-        with self._plan.scope(), advising("forward", plan.settings):
-            self._state.bound.read(plan.chosen, plan.settings, parameters)
+        # As a forward of plain tokens asks, which finds all of it bound. Gradients may be off here,
+        # as inside a dispatch.
+        kind = dtype_beside(parameters[0]), TokenFormat.PLAIN, False, False
+        with self._plan.scope() as config, torch.enable_grad():
+            given = self._plan, config.resolve(), parameters[0], kind, parameters
+            self._state.bound.bind(*given)
 
     def make_copies(self) -> WeightCopies:
         """FP8 copies of the weights as they are now, for `forward(copies=)`.

@@ -48,6 +48,7 @@ class Layer:
             node = SonicMoEMlpNode.from_native(*self.weights, config=FP8)
             self.experts = lambda x: node(x, None, ids, probs)
             self.kept = lambda: node._state.bound._prepared.weights
+            self.prepare = node.prequantize_weights
         else:
             given = ids, probs, *self.weights, None, None, ActivationType.SWIGLU
             self.experts = lambda x: expert_mlp(x, *given, use_fp8=True)
@@ -89,6 +90,22 @@ def test_the_other_order_is_made_by_each_backward(face, way, adds, ours):
         assert all(map(torch.equal, layer.step(again, writes), wanted.step(None, writes)))
         assert layer.kept().store is store and layer.kept().two_orders is (orders == 2)
         assert store.nbytes * 2 == wanted.kept().store.nbytes * orders
+
+
+def test_codes_that_are_made_ahead_are_those_of_the_step(ours, monkeypatch):
+    """In both orders, also where gradients are off, as inside a dispatch; and the forward finds them
+    bound.
+    """
+    read, reads = cache.PreparedWeights.read, []
+    counted = lambda *given, **options: reads.append(1) or read(*given, **options)  # noqa: E731
+    monkeypatch.setattr(cache.PreparedWeights, "read", counted)
+    layer, wanted = Layer("node"), Layer("node")
+    result = wanted.step(writes=False)
+    reads.clear()
+    with torch.no_grad():
+        layer.prepare()
+    assert layer.kept().two_orders and reads == [1]
+    assert all(map(torch.equal, layer.step(writes=False), result)) and reads == [1]
 
 
 def routed_as(layer):
