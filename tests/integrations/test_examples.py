@@ -21,6 +21,8 @@ PAGES = (
 # Scripts that print one error at the beginning and three later on. All others have a test below,
 # train_ddp.py in test_finetuning_page.py, and those of other trainers in tests/doors.
 LEARN_A_FUNCTION = ("train_moe.py", "train_node_main_grad.py")
+# Of what the example of adapters needs.
+MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 
 
 def run(*lines: str) -> list[str]:
@@ -44,22 +46,28 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of the scripts of PyTorch that need no process of their own."""
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What each script of PyTorch prints, all in one process, by its name."""
     lines, folder = [*LEARN_A_FUNCTION], tmp_path_factory.mktemp("model")
+    if not MISSING:
+        lines.append("finetune_lora.py --steps 16")
     if importlib.util.find_spec("transformers"):
         write_tokenizer_of_bytes(folder)
         tune = "finetune_transformers.py --steps 6"
         # Again in another dtype, and everything but the experts.
         more = f"--model {folder} --dtype bfloat16 --freeze-experts"
         lines += [f"{tune} --save {folder}", f"{tune} {more}"]
-    return run(*lines)
+    found: dict[str, list[str]] = {}
+    for line, out in zip(lines, run(*lines), strict=True):
+        found.setdefault(line.split()[0], []).append(out)
+    return found
 
 
 @pytest.mark.trained
 @pytest.mark.parametrize("script", LEARN_A_FUNCTION)
-def test_a_layer_learns(script: str, printed: list[str]) -> None:
-    errors = figures(printed[LEARN_A_FUNCTION.index(script)], "error")
+def test_a_layer_learns(script: str, printed: dict[str, list[str]]) -> None:
+    (out,) = printed[script]
+    errors = figures(out, "error")
     # Over 4 seeds and two instruction sets: 0.37 to 0.40 of the first, each at least 10 % lower.
     assert len(errors) == 4 and errors[-1] < 0.5 * errors[0]
     assert errors == sorted(errors, reverse=True)
@@ -67,8 +75,10 @@ def test_a_layer_learns(script: str, printed: list[str]) -> None:
 
 @needs("transformers")
 @pytest.mark.trained
-def test_a_language_model_is_fine_tuned_saved_and_tuned_again(printed: list[str]) -> None:
-    losses, again = (figures(out, "loss") for out in printed[2:])
+def test_a_language_model_is_fine_tuned_saved_and_tuned_again(
+    printed: dict[str, list[str]],
+) -> None:
+    losses, again = (figures(out, "loss") for out in printed["finetune_transformers.py"])
     # 5.5 is the logarithm of 256 bytes; letters of English and Python alone bring it below 4.
     assert len(losses) == 2 and abs(losses[0] - 5.545) < 0.1 and losses[-1] < 4.2
     assert len(again) == 2 and max(again) < 4.2
@@ -89,11 +99,11 @@ def write_tokenizer_of_bytes(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
 
 
-@needs("transformers", "peft")
+@pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
 @pytest.mark.trained
-def test_an_adapter_is_trained_and_loaded_by_peft_alone() -> None:
+def test_an_adapter_is_trained_and_loaded_by_peft_alone(printed: dict[str, list[str]]) -> None:
     """The script itself asserts that the second process has loaded nothing of this package."""
-    (out,) = run("finetune_lora.py --steps 16")
+    (out,) = printed["finetune_lora.py"]
     *steps, here, alone = figures(out, "loss")
     assert abs(steps[0] - 5.545) < 0.1 and steps[-1] < 5.1
     # FP8 and bf16 beside fp32: an adapter that was ignored would be 0.4 away.
@@ -136,15 +146,19 @@ def snippets_of(page: str, of_paddle: bool = False) -> list[str]:
     return [each for each in snippets if each.startswith("import paddle\n") == of_paddle]
 
 
-def printed_by(snippets: list[str], folder: Path) -> str:
-    """What they print one after the other, in a process that a launcher would have started."""
-    script = folder / "page.py"
-    script.write_text("\n".join([*snippets, "print('all ran')"]), encoding="utf-8")
+def printed_by(pages: dict[str, list[str]], folder: Path) -> list[str]:
+    """What the snippets of each page print one after the other, in one process for all pages that a
+    launcher would have started.
+    """
+    scripts = [folder / f"{page}.py" for page in pages]
+    for script, snippets in zip(scripts, pages.values(), strict=True):
+        script.write_text("\n".join([*snippets, "print('all ran')"]), encoding="utf-8")
     (one_rank,) = torchrun_variables(1)
-    result = processes.of_checkout(script, **one_rank)
+    result = processes.of_checkout(IN_TURN, *scripts, **one_rank)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("all ran\n")
-    return result.stdout
+    *found, rest = result.stdout.split("\f")
+    assert rest == "" and all(out.endswith("all ran\n") for out in found)
+    return found
 
 
 @needs("paddle")
@@ -153,17 +167,16 @@ def test_every_paddle_snippet_of_a_page_is_a_program(tmp_path: Path) -> None:
     snippets = snippets_of("migrating", of_paddle=True)
     assert snippets
     for snippet in snippets:
-        printed_by([snippet], tmp_path)
+        printed_by({"snippet": [snippet]}, tmp_path)
 
 
-PAGES_OF_TORCH = ("pytorch", "migrating", pytest.param("transformers", marks=needs("transformers")))
-
-
-@pytest.mark.parametrize("page", PAGES_OF_TORCH)
-def test_every_snippet_of_a_page_runs_after_the_one_before(page: str, tmp_path: Path) -> None:
-    snippets = snippets_of(page)
-    assert len(snippets) >= 4
-    out = printed_by(snippets, tmp_path)
-    if page == "transformers":
+def test_every_snippet_of_a_page_runs_after_the_one_before(tmp_path: Path) -> None:
+    needed = {"pytorch": (), "migrating": (), "transformers": ("transformers",)}
+    pages = [page for page, names in needed.items() if all(map(importlib.util.find_spec, names))]
+    snippets = {page: snippets_of(page) for page in pages}
+    assert all(len(each) >= 4 for each in snippets.values())
+    found = dict(zip(pages, printed_by(snippets, tmp_path), strict=True))
+    if "transformers" in found:
+        out = found["transformers"]
         assert "Qwen3MoeExperts has the activation MishActivation" in out
         assert 1e-4 < float(re.search(r"relative difference of the logits: (\S+)", out)[1]) < 0.1
