@@ -10,6 +10,7 @@ import rare_collections  # noqa: F401
 
 # isort: split
 import gc
+import logging
 import os
 import time
 import zlib
@@ -31,7 +32,7 @@ from sonicmoe.config import FLAGS_BY_ENV, reload_environment
 from sonicmoe.flags import PREFIX
 from sonicmoe.frameworks import is_importable
 from sonicmoe.jit.cache import CompileCache
-from sonicmoe.log import forget_what_was_said
+from sonicmoe.log import forget_what_was_said, logger
 
 # So that a failed assertion there shows its values, as one in a test file does.
 pytest.register_assert_rewrite(
@@ -102,9 +103,10 @@ def weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _everything_is_new() -> None:
-    """A process reads its flags once and says some lines once; every test is a process of its own
-    in this respect.
+    """A process reads its flags once, says some lines once, and a command chooses what it logs; every
+    test is a process of its own in this respect.
     """
+    logger.setLevel(logging.NOTSET)
     reload_environment()
     forget_what_was_said()
 
