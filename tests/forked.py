@@ -2,7 +2,9 @@
 where a fresh interpreter for each would take longer to start than most ranks take to run.
 
 They are forked before the process has a thread or a process group, and none of them runs the end of
-the interpreter, in which forked ranks hang now and then.
+the interpreter, in which forked ranks hang now and then. Forked or not, a rank hangs where a model
+under DDP goes after `destroy_process_group`: the last reference to gloo's group goes with it, while
+Python's lock is held that gloo's thread waits for. So a model goes before, or stays.
 
 python forked.py JSON runs a program in each rank, as a launcher starts it (`worlds.run_forked`).
 """
