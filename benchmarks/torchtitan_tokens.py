@@ -12,21 +12,25 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 
 class OurTokens(BaseDataLoader):
-    """Endless batches of tokens, of which one half follows from the token before and the other half
-    from nothing: a task that a model learns, down to a loss of 4.9 where 4,096 tokens occur, so that
-    losses can be compared all the way. The package ships no data set.
+    """Endless batches of tokens in which each follows from the one before: a task that a model
+    learns. The package ships no data set.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """vocabulary: how many tokens occur, the first ones of the model's."""
+        """vocabulary: how many tokens occur, the first ones of the model's. drawn: the share that
+        follows from nothing, which leaves a loss that does not fall to 0: 4.9 where half of 4,096
+        tokens are drawn.
+        """
 
         vocabulary: int = 256
+        drawn: float = 0.0
 
     def __init__(
         self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
     ) -> None:
         self.shape, self.vocabulary = (local_batch_size, seq_len + 1), config.vocabulary
+        self.drawn = config.drawn
         self.generator = torch.Generator().manual_seed(dp_rank)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -35,7 +39,7 @@ class OurTokens(BaseDataLoader):
         positions = places[:, :-1].clone()
         while True:
             drawn = torch.randint(0, self.vocabulary, self.shape, generator=generator)
-            follows = torch.rand(self.shape, generator=generator) < 0.5
+            follows = torch.rand(self.shape, generator=generator) >= self.drawn
             follows[:, 0] = False
             # Where the last one was drawn, from which the others follow.
             start = torch.where(follows, 0, places).cummax(1).values

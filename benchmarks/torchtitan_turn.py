@@ -75,7 +75,8 @@ class Job:
         if is_minimal:
             ask_for_minimal(model.layers)
         config.dump_folder, config.debug.seed, config.metrics.log_freq = folder, 0, 1
-        config.dataloader = OurTokens.Config(vocabulary=min(VOCABULARY, model.vocab_size))
+        vocabulary = min(VOCABULARY, model.vocab_size)
+        config.dataloader = OurTokens.Config(vocabulary=vocabulary, drawn=0.5)
         config.tokenizer = NoTokenizer.Config()
         config.optimizer.implementation = "foreach" if self.quick else "fused"  # which is CUDA's
         config.training.local_batch_size, config.training.seq_len = sequences, self.length
