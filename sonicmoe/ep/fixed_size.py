@@ -56,8 +56,8 @@ class FixedSizeTransport(ExchangeTransport):
     def dispatch(
         self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor, meanwhile: Meanwhile = nothing
     ) -> Received:
-        meanwhile()
         self._limit.check(x, topk_idx)
+        meanwhile()
         ids, weights = ids_and_weights(self._to_all(self._slots(topk_idx, topk_weights)))
         # Global ids become ids of this rank. Weights at slots of other ranks, and those of rows
         # without a token, are whatever they are: the dispatcher masks them by the ids.

@@ -170,16 +170,14 @@ class LayerCodes:
             )  # those of others leave frozen weights alone
         place = tuple((part.data_ptr(), part.dtype) for part in parts)
         seen, self._seen = self._seen, (place, traces)
-        if self._both is not None and in_backward() and not self._is_stale and seen == self._seen:
-            # Nobody writes weights between a forward and its backward, not even without a trace.
-            self._made, self._served = self._both, {role}
-            return self._both
-        with torch.inference_mode(False), plain_ops():
-            given = engine, settings.of_weights, source, parts[0], place, traces
-            found = self._prepared.read(*given, stale=self._is_stale, keeps=True).weights
-            if self._both is None or found is not self._source:
-                self._both = in_orders(found, settings.iso_weight)
-        self._source, self._is_stale = found, False
+        # Nobody writes weights between a forward and its backward, not even without a trace.
+        if self._both is None or not in_backward() or self._is_stale or seen != self._seen:
+            with torch.inference_mode(False), plain_ops():
+                given = engine, settings.of_weights, source, parts[0], place, traces
+                found = self._prepared.read(*given, stale=self._is_stale, keeps=True).weights
+                if self._both is None or found is not self._source:
+                    self._both = in_orders(found, settings.iso_weight)
+            self._source, self._is_stale = found, False
         self._made, self._served = self._both, {role}
         return self._both
 
