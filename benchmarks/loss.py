@@ -17,9 +17,11 @@ the trunk, one order of all points before the next, so that a run which ends ear
 
 `pairs`: the kinds train from the same initial weights, a seed has other weights and batches.
 
-Every finished run is a line of `--out`, written at once; runs that are there are not repeated, but
-for those of another training of the trunk, which no run of this one can stand beside. What
-would end after `--minutes` is not begun. The exit code is 3 where a run is missing.
+Every finished run is a line of `--out`, written at once; runs that are there are not repeated.
+Those of another training of the trunk do not count, because they parted from another state. A
+training may end elsewhere when a GPU repeats it, and a second command then adds branches of a
+second trunk. A run that would end after `--minutes` is not begun. The exit code is 3 where a run is
+missing.
 
 How long it takes on an H200, 420 M parameters: 12 s until the model stands, half a minute of
 compiling, 34 ms a step in BF16 and 29 in FP8, so 102 s for a trunk of 3,000 steps, 15 to 18 s for a

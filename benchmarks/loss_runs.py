@@ -53,8 +53,8 @@ class Run:
     """One run from a point of a trunk, or from the initial weights (point 0).
 
     task: model, tokens of a step, text. trunk: the kind that trained up to the point.
-    state: stands for the losses of that trunk, which no other training repeats to the bit on a GPU; ""
-    where it began at point 0, or in files of before, each of which had one trunk for a point.
+    state: a digest of that trunk's losses, or its last loss, because another training of it may part from
+    this one on a GPU. It is empty at point 0, and in older runs, of which each point had one trunk.
     seconds_per_step: 0 where other programs used the GPU beside this one. losses: of every step, in
     units of 1 / SCALE. held_out: step of the run -> loss. norms, busiest, idlest: of
     the first steps, the gradient's norm, and by MoE layer the tokens of the busiest and of the idlest

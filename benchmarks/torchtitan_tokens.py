@@ -18,9 +18,9 @@ class OurTokens(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """vocabulary: how many tokens occur, the first ones of the model's. drawn: the share that
-        follows from nothing, which leaves a loss that does not fall to 0: 4.9 where half of 4,096
-        tokens are drawn.
+        """vocabulary: how many tokens occur, the first ones of the model's. drawn: the share of tokens
+        that are drawn at random. No model foretells these, so the loss stays above 0: above 4.9 where
+        half of the tokens are drawn from 4,096, by the entropy of such a sequence.
         """
 
         vocabulary: int = 256

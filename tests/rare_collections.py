@@ -1,6 +1,5 @@
 """Importing this has Python look for garbage seldom. A framework makes a million objects as it is
-imported, nearly all of which live as long as the process, and looking at them again and again was a
-sixth of the time of a short process.
+imported, and nearly all of them live as long as the process, so looking at them finds nothing.
 """
 
 from __future__ import annotations

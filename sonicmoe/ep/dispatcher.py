@@ -133,7 +133,7 @@ class DispatchCall(DifferentiableCall):
             sent: Tokens = quantize_tokens(plain) if self.forms.tokens else plain
             # Libraries read raw pointers and know nothing of strides or of autograd.
             weights = topk_weights.detach().contiguous()
-            # Taken away, because the call lives in the graph, with whatever the caller's function holds.
+            # Taken away, because the call lives in the graph, and would keep all that this function holds.
             meanwhile, self.meanwhile = self.meanwhile, nothing
             received = self.transport.dispatch(sent, self.topk_idx, weights, meanwhile)
             ids, probs = received.topk_idx, received.topk_weights
@@ -231,8 +231,8 @@ class Dispatcher:
             fp8_grad: the same of the gradient that the combine sends back to the experts; None
                 follows the dispatcher's own `fp8_grad`. The node then takes `dout_source`. The
                 gradient of x is bf16.
-            meanwhile: called once, after rows were sent and before the host waits for their
-                counts. What needs no counts fits there: `node.prequantize_weights`, for one.
+            meanwhile: called once, before the host waits for the counts of the rows that come.
+                Work that needs no counts fits there, such as `node.prequantize_weights`.
 
         Gradients of x and topk_weights flow; that of a weight is exactly 0 where its slot is
         dropped.

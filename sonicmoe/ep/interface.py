@@ -75,7 +75,7 @@ class Received:
 
 
 def nothing() -> None:
-    """What a caller has to do in the meantime."""
+    """The caller has nothing to do in the meantime."""
 
 
 class Transport(ABC):
@@ -132,7 +132,7 @@ class Transport(ABC):
     ) -> Received:
         """Send each of the T rows to every rank that holds one of its experts; `topk_idx` int64
         `[T, K]` in `[0, E)`, or -1, which is dropped. Quantised tokens arrive as they were sent.
-        meanwhile: called once, as late as this host can before it waits for the counts.
+        meanwhile: called once, before the host waits for counts, when all is launched that needs none.
         """
 
     @abstractmethod

@@ -98,7 +98,7 @@ def routed_mlp(
     given = w1, w2, b1, b2
     save = is_differentiated(x, probs, given)
     numbers = plan_number, save
-    # The weights themselves: what is kept of them is found by the parameter.
+    # The weights go in undetached, because their codes are kept with the parameter and found by it.
     ticket = _routed_dispatch(x.detach(), indices, probs.detach(), *given, group, *numbers)
     out: Tensor = _routed_mlp(ticket, x, probs, *given, *numbers)
     return out if save else out.detach()  # the operator is differentiable, whatever it saved
@@ -143,8 +143,8 @@ def _routed_dispatch(
     plan_number: int,
     save: bool,
 ) -> Tensor:
-    """The ticket, int64 `[1]`. The weights, which the experts read next, are prepared here: while rows
-    travel the host has nothing else to do, and what it does behind their counts the GPU waits for.
+    """The ticket, int64 `[1]`. The weights, which the experts read next, are prepared here, because the
+    host has nothing else to do while counts travel, and the GPU waits for all that it does behind them.
     """
     expert_group, number = _groups.get(group), next(_numbers)
     words = (

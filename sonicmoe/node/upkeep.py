@@ -103,8 +103,8 @@ class NodeUpkeep:
     def prequantize_weights(self) -> None:
         """Build the weight caches now, ahead of the first forward of a step, for a backward too."""
         parameters = self._state.parameters.parameters()
-        # As a forward of plain tokens asks, which finds all of it bound. Gradients may be off here,
-        # as inside a dispatch.
+        # The guard is that of a forward of plain tokens, so that it finds all of this bound. Gradients
+        # may be off here, as inside a dispatch.
         kind = dtype_beside(parameters[0]), TokenFormat.PLAIN, False, False
         with self._plan.scope() as config, torch.enable_grad():
             given = self._plan, config.resolve(), parameters[0], kind, parameters
