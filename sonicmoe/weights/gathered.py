@@ -122,22 +122,22 @@ class LayerCodes:
         where the rank has both; otherwise it transposes what forward reads.
         """
         self.freeze(self._chosen)
-        parameters, role = self._parameters(), shard.role
+        parameters, role, ranks = self._parameters(), shard.role, mesh.size()
         whole = parameters[role]
         # Other axes of the mesh, as of expert parallelism, have cut E before.
         shards = whole._spec.num_shards_map[0]
-        if shards < mesh.size():
+        if shards < ranks:
             words = (
                 f"{self._owners[role][1]} is sharded along another axis than that of the experts"
             )
             raise LayoutError(f"{words}, which cuts blocks; needed: Shard(0), or no gather_codes")
-        experts = whole.shape[0] * mesh.size() // shards
+        experts = whole.shape[0] * ranks // shards
         if whole._local_tensor.device != shard.device:
             raise LayoutError(
                 f"the shards of the experts are on {whole._local_tensor.device} and are gathered on {shard.device}; codes are made "
                 "where shards lie. Needed: fully_shard without CPUOffloadPolicy, or no gather_codes"
             )
-        made = self._current(parameters, -(-experts // mesh.size()), role)
+        made = self._current(parameters, -(-experts // ranks), role)
         backward = made.two_orders and in_backward()
         of_roles: tuple[Any, ...] = (
             (made.w1_dgrad, made.w2_dgrad) if backward else (made.w1, made.w2)
@@ -147,7 +147,7 @@ class LayerCodes:
             # The codes of gate and up are those of one w1, and come with gate.
             nothing = torch.zeros(1, dtype=torch.uint8, device=shard.device)
             return (nothing,), Gathered(experts, None)
-        if mesh.size() == 1:
+        if ranks == 1:
             return (codes.bytes,), Gathered(experts, codes, codes.scale_inv.clone())
         return (codes.bytes, codes.scale_inv), Gathered(experts, codes)
 
@@ -158,28 +158,33 @@ class LayerCodes:
             return self._made
         assert self._chosen is not None
         engine, settings = self._chosen
-        parts = [padded(held._local_tensor, experts) for held in parameters]
-        parts = [part.flatten(1, -2) if part.dim() > 3 else part for part in parts]
-        w1 = GateUp(*parts[:2]) if self._layout.apart else parts[0]
-        source = partial(WeightSource.stacked, w1, parts[-1], layout=self._layout)
+        shards = [held._local_tensor for held in parameters]
         # A write to a DTensor moves its own counter, and one to its part that of the part.
-        traces = traces_of([*parameters, *[held._local_tensor for held in parameters]])
+        traces = traces_of([*parameters, *shards])
         if not any(held.requires_grad for held in parameters):
             traces = traces._replace(
                 optimizer_steps=0
             )  # those of others leave frozen weights alone
-        place = tuple((part.data_ptr(), part.dtype) for part in parts)
+        place = tuple([(shard.data_ptr(), shard.dtype) for shard in shards])
         seen, self._seen = self._seen, (place, traces)
         # Nobody writes weights between a forward and its backward, not even without a trace.
         if self._both is None or not in_backward() or self._is_stale or seen != self._seen:
+            source = partial(self._source_of, shards, experts)
             with torch.inference_mode(False), plain_ops():
-                given = engine, settings.of_weights, source, parts[0], place, traces
+                given = engine, settings.of_weights, source, shards[0], place, traces
                 found = self._prepared.read(*given, stale=self._is_stale, keeps=True).weights
                 if self._both is None or found is not self._source:
                     self._both = in_orders(found, settings.iso_weight)
             self._source, self._is_stale = found, False
         self._made, self._served = self._both, {role}
         return self._both
+
+    def _source_of(self, shards: Sequence[ExpertShard], experts: int) -> WeightSource:
+        """What the engine quantises: the shards with their padding."""
+        parts = [padded(shard, experts) for shard in shards]
+        parts = [part.flatten(1, -2) if part.dim() > 3 else part for part in parts]
+        w1 = GateUp(*parts[:2]) if self._layout.apart else parts[0]
+        return WeightSource.stacked(w1, parts[-1], layout=self._layout)
 
     def hold(self, role: int, outputs: tuple[Tensor, ...], gathered: Gathered) -> None:
         """Codes have come: of these the layer reads until FSDP2 frees or gathers them again."""
@@ -190,8 +195,9 @@ class LayerCodes:
         codes, *rest = outputs
         scales = rest[0] if gathered.scales is None else gathered.scales
         form = like.block, like.code, like.orientation
-        experts = gathered.experts
-        self._held[role] = BlockScaledTensor.from_bytes(codes[:experts], scales[:experts], *form)
+        if codes.shape[0] != gathered.experts:  # the ranks' padding lies behind those of all
+            codes, scales = codes[: gathered.experts], scales[: gathered.experts]
+        self._held[role] = BlockScaledTensor.from_bytes(codes, scales, *form)
 
     def read(
         self,

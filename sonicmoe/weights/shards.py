@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +92,11 @@ class ExpertShard(torch.Tensor):
         """FSDP2's hook. It has another signature for values, because FSDP2 asks of a hook with five
         arguments that what it gathers has the shape of the shard, and scales have not.
         """
-        return self._pre_codes if self.codes.chooses_codes() else self._pre_values
+        gathers_codes = self.codes.chooses_codes()
+        hook: Any = partial(self._pre_codes if gathers_codes else self._pre_values)
+        # FSDP2 inspects the hook at every gather, which takes long where this is not there.
+        hook.__signature__ = _OF_CODES if gathers_codes else _OF_VALUES
+        return hook  # type: ignore[no-any-return]
 
     def _pre_codes(self, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
         return self.codes.inputs(self, mesh)
@@ -116,6 +122,11 @@ class ExpertShard(torch.Tensor):
             return None if out is not None else (outputs[0], ())
         self.codes.hold(self.role, outputs, metadata)
         return None if out is not None else (_Unread.of(self.codes, outputs[0], param_dtype), ())
+
+
+_OF_CODES, _OF_VALUES = (
+    signature(hook.__get__(object())) for hook in (ExpertShard._pre_codes, ExpertShard._pre_values)
+)
 
 
 class _Unread(torch.Tensor):
