@@ -13,7 +13,7 @@ one job.
 | minimal | stock experts behind MinimalAsyncEP, which needs GPUs, several ranks and full recompute |
 | bf16, fp8 | the whole routed path; the host waits for counts |
 | fp8-codes | the same as fp8, and FSDP2 gathers codes of weights, quantised once per optimizer step |
-| fp8-no-wait | the same as fp8-codes, and the host does not wait for counts, as in the place of minimal |
+| fp8-no-wait, bf16-no-wait | as fp8-codes and bf16, and the host does not wait for counts, as in the place of minimal |
 | fp8-rows | the same as fp8, and tokens and gradients travel to the experts in FP8 |
 
 | figure | what |
@@ -48,7 +48,16 @@ import torch
 from timing import GIB
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-EXPERTS = ("stock", "minimal", "bf16", "fp8", "fp8-codes", "fp8-no-wait", "fp8-rows")
+EXPERTS = (
+    "stock",
+    "minimal",
+    "bf16",
+    "fp8",
+    "fp8-codes",
+    "fp8-no-wait",
+    "bf16-no-wait",
+    "fp8-rows",
+)
 USUAL = EXPERTS[:6]
 # Layers, experts and tokens of a sequence, of the model and of the tiny one.
 SIZES, TINY = (48, 128, 4096), (4, 8, 64)
@@ -94,11 +103,12 @@ def row_of(name: str, found: Any, stock: Any, tokens: int) -> str:
               show_default=True, help="Activation checkpointing.")  # fmt: skip
 @click.option("--compile", "backend", type=click.Choice(("inductor", "aot_eager", "none")),
               default="inductor", show_default=True, help="Of every block and the loss.")  # fmt: skip
+@click.option("--together", is_flag=True, help="All models at once, in turns of five steps.")
 @timing.quick_option
 @timing.json_option
 def main(
     layers: int | None, counts: tuple[int, ...], length: int | None, steps: int,
-    names: tuple[str, ...], expert_parallel: int | None, checkpoint: str, backend: str,
+    names: tuple[str, ...], expert_parallel: int | None, checkpoint: str, backend: str, together: bool,
     quick: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Measure; the first rank prints."""
@@ -132,10 +142,14 @@ def main(
     for count in counts:
         say(f"\n{count} sequences of a GPU\n\n| {' | '.join(HEADS)} |\n|{'---|' * len(HEADS)}")
         of: dict[str, Any] = {}
-        for name in names:
-            of[name] = found = torchtitan_turn.run_turn(job, name, count)
-            say(row_of(name, found, of.get("stock"), count * tokens))
-            rows.append({"sequences": count, "experts": name, "step": found.step, **vars(found)})
+        for group in [names] if together else [[name] for name in names]:
+            of |= torchtitan_turn.run_turns(job, group, count)
+            for name in group:
+                found = of[name]
+                say(row_of(name, found, of.get("stock"), count * tokens))
+                rows.append(
+                    {"sequences": count, "experts": name, "step": found.step, **vars(found)}
+                )
             # At once, because a later turn may run out of memory.
             file = json_file if is_first else None
             timing.write_figures(file, ranks=ranks, job=vars(job), rows=rows)

@@ -11,6 +11,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -33,6 +34,7 @@ from sonicmoe.distributed_utils import clear_ep_cache
 
 DOOR = "sonicmoe.integrations.torchtitan"
 POLICIES = {"full": FullAC.Config, "selective": SelectiveAC.Config, "none": lambda: None}
+STEPS_OF_A_TURN = 5
 VOCABULARY = 4096  # tokens that occur, so few that fifty steps teach something
 # An exchange of rows in a trace: NCCL's all-to-all, which no collective of FSDP2 uses, gloo's, the
 # copies of MinimalAsyncEP, and our kernels over symmetric memory.
@@ -47,6 +49,7 @@ CONTESTANTS = {
     "bf16": ({"fp8_mode": "off"}, False),
     "fp8": ({"fp8_mode": "perf"}, False),
     "fp8-codes": ({"fp8_mode": "perf", "gather_codes": True}, False),
+    "bf16-no-wait": ({"fp8_mode": "off"}, False),
     "fp8-no-wait": ({"fp8_mode": "perf", "gather_codes": True}, False),
     "fp8-rows": ({"fp8_mode": "perf"}, False),
 }
@@ -78,6 +81,9 @@ class Job:
         vocabulary = min(VOCABULARY, model.vocab_size)
         config.dataloader = OurTokens.Config(vocabulary=vocabulary, drawn=0.5)
         config.tokenizer = NoTokenizer.Config()
+        # So slowly that the loss of 50 steps falls smoothly: at torchtitan's 600 it jumps from step 34 on,
+        # and no two runs compare.
+        config.lr_scheduler.warmup_steps = 2400
         config.optimizer.implementation = "foreach" if self.quick else "fused"  # which is CUDA's
         config.training.local_batch_size, config.training.seq_len = sequences, self.length
         # The counts of torchtitan's all-to-all come to the host, which no CUDA graph can hold.
@@ -93,7 +99,7 @@ class Job:
         config.checkpoint.enable = False
         if options is not None:
             in_fp8 = experts == "fp8-rows"
-            waits = experts != "fp8-no-wait"
+            waits = not experts.endswith("no-wait")
             rows = {"wait_for_counts": waits, "fp8": in_fp8, "fp8_grad": in_fp8}
             config.override.imports = [(f"{DOOR}.routed_experts", {**options, "transport": rows})]
             if self.checkpoint == "selective":
@@ -171,25 +177,34 @@ class Turn(Trainer):
                 self.start[name] = local.to("cpu", copy=True)
         self.model_parts[0].load_state_dict(state)
 
-    def measure(self, steps: int, quick: bool) -> Figures:
-        """These steps of its own schedule, and one more under the profiler, which does not count."""
-        metrics, data = self.metrics_processor, self.batch_generator(self.dataloader)
-        found = Figures(metrics.num_flops_per_token, None if quick else metrics.gpu_peak_flops)
-        metrics.log = lambda step, loss, *_, **__: found.losses.append(loss)
-        for number in range(steps):
-            if number == 1:
+    def prepare(self, quick: bool) -> None:
+        """Take the weights of the first turn, and begin with nothing measured."""
+        self.take_start()
+        metrics = self.metrics_processor
+        self.found = Figures(metrics.num_flops_per_token, None if quick else metrics.gpu_peak_flops)
+        metrics.log = lambda step, loss, *_, **__: self.found.losses.append(loss)
+        self.data, self.quick = self.batch_generator(self.dataloader), quick
+
+    def measure(self, steps: int, others: int) -> None:
+        """These steps of its own schedule. others: bytes of this GPU that other turns hold."""
+        found = self.found
+        for _ in range(steps):
+            if len(found.seconds) == 1:
                 device_module.reset_peak_memory_stats()
             begin = time.perf_counter()
-            self._step(data)  # waits for the device, because it gives the loss to the host
+            self._step(self.data)  # waits for the device, because it gives the loss to the host
             found.seconds.append(time.perf_counter() - begin)
-        found.peak = None if quick else torch.cuda.max_memory_allocated()
-        kind = ProfilerActivity.CPU if quick else ProfilerActivity.CUDA
+        if not self.quick:
+            found.peak = max(found.peak or 0, torch.cuda.max_memory_allocated() - others)
+
+    def profile(self) -> None:
+        """One more step under the profiler, which does not count."""
+        kind = ProfilerActivity.CPU if self.quick else ProfilerActivity.CUDA
         with torch.profiler.profile(activities=[kind]) as profiler:
-            self._step(data)
-        found.losses.pop()
-        found.exchange = 1e-6 * exchange_us(trace_of(profiler)) / found.step
-        found.over_ranks()
-        return found
+            self._step(self.data)
+        self.found.losses.pop()
+        self.found.exchange = 1e-6 * exchange_us(trace_of(profiler)) / self.found.step
+        self.found.over_ranks()
 
     def _step(self, data: Any) -> None:
         self.step += 1
@@ -197,19 +212,42 @@ class Turn(Trainer):
         self.train_step(data)
 
 
-def run_turn(job: Job, experts: str, sequences: int) -> Figures:
-    """Train with these experts, and free everything."""
+def run_turns(job: Job, names: Sequence[str], sequences: int) -> dict[str, Figures]:
+    """Train with each of these experts, and free everything. Several models live side by side, and take
+    turns of a few steps, so that a host that is slower for a while is so for all of them.
+    """
+    turns, held = dict[str, Turn](), dict[str, int]()
+
+    def of_others(name: str) -> int:
+        return sum(size for other, size in held.items() if other != name)
+
+    # Every model has graphs of its own.
+    torch._dynamo.config.recompile_limit = 8 * len(names)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Turn(job.config(experts, sequences, folder))
-        trainer.take_start()
-        found = trainer.measure(job.steps, job.quick)
-        trainer.close()
-    del trainer
+        for name in names:
+            turns[name] = Turn(job.config(name, sequences, folder))
+            turns[name].prepare(job.quick)
+            held[name] = _allocated(job) - of_others(name)
+        for first in range(0, job.steps, STEPS_OF_A_TURN):
+            for name, turn in turns.items():
+                device_module.reset_peak_memory_stats()
+                turn.measure(min(STEPS_OF_A_TURN, job.steps - first), of_others(name))
+                held[name] = _allocated(job) - of_others(name)
+        for turn in turns.values():  # last, because launches take longer behind a profiler
+            turn.profile()
+            turn.close()
+    found = {name: turn.found for name, turn in turns.items()}
+    turns.clear()
+    del turn
     clear_ep_cache()
     torch._dynamo.reset()  # compiled blocks know their parameters
     gc.collect()
     device_module.empty_cache()
     return found
+
+
+def _allocated(job: Job) -> int:
+    return 0 if job.quick else torch.cuda.memory_allocated()
 
 
 def exchange_us(trace: dict[str, Any]) -> float:
