@@ -245,8 +245,11 @@ class Dispatcher:
         fp8 = self.fp8 if fp8 is None else fp8
         forms = Forms(fp8, self.fp8_grad if fp8_grad is None else fp8_grad)
         check_forms(*forms)
-        # Callers may mark a dropped slot by any id outside [0, E). Others know -1 only.
-        ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
+        # Callers may mark a dropped slot by any id outside [0, E), and may write theirs afterwards.
+        if self.transport.drops_any_id:
+            ids = topk_idx.detach().to(torch.int64, copy=True)
+        else:
+            ids = in_one_spelling(topk_idx.detach().to(torch.int64), self.num_experts)
         return self._send(x, ids, topk_weights, forms, meanwhile)
 
     @autograd.eagerly

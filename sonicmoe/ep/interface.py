@@ -90,6 +90,7 @@ class Transport(ABC):
         exact_rows: whether rows of `dispatch_cached` need no mask: every one is real, or zeros.
         masks: whether weights that it delivers are exactly 0 where a slot is not here, and those that
             a combine gets count only where the slot is of that rank.
+        drops_any_id: whether it drops a slot by any id outside [0, E), and not by -1 alone.
         moves: whether rows leave this process. Where they do not, a combine without quantised
             gradients is the experts' output itself.
     """
@@ -97,6 +98,7 @@ class Transport(ABC):
     name: str
     exact_rows: bool = True
     masks: bool = False
+    drops_any_id: bool = False
     moves: bool = True
 
     def __init__(self, num_experts: int, world_size: int, rank: int) -> None:

@@ -61,7 +61,7 @@ class SymmetricTransport(Transport):
     """
 
     name = "symmetric memory"
-    masks = True
+    masks = drops_any_id = True
 
     def __init__(
         self,

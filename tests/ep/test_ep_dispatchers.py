@@ -288,3 +288,16 @@ def test_gradients_of_dropped_slots_are_zeros_whatever_comes_and_whatever_a_libr
     assert torch.equal(received.indices >= 0, here) and not here.all()
     received.probs.backward(torch.where(here, 2.0, torch.nan))
     assert torch.equal(weights.grad, 2.0 * here)
+
+
+@pytest.mark.parametrize("drops_any_id", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_route_keeps_ids_that_the_caller_cannot_write(dtype, drops_any_id):
+    transport = LocalTransport(EXPERTS)
+    transport.drops_any_id = drops_any_id
+    x, ids, weights = tokens_of()
+    given = ids.clamp(max=2**31 - 1).to(dtype)
+    kept = Dispatcher(transport).dispatch(x, given, weights).handle.topk_idx
+    before = kept.clone()
+    given.fill_(1)
+    assert torch.equal(kept, before) and bool((before >= EXPERTS).any()) == drops_any_id
