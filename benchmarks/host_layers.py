@@ -19,9 +19,10 @@ def node_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Step:
     from sonicmoe.interop import torch
 
     def parameter(*shape: int) -> Any:
-        weight = torch.nn.Parameter(torch.randn(shape).to(torch.bfloat16))
+        # Whatever is in memory: no kernel reads it, and to draw it would take longer than to count.
+        weight = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
         if face != "grad":
-            weight.main_grad = torch.zeros(shape)
+            weight.main_grad = torch.empty(shape, dtype=torch.float32)
         return weight
 
     up, down = (HIDDEN, 2 * INNER), (INNER, HIDDEN)
