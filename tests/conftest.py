@@ -210,7 +210,7 @@ def not_run(config: pytest.Config, skipped: Counter[str]) -> Iterator[str]:
     if missing and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         yield f"NOT RUN here, but by `make doors`: tests of {missing}"
     if config.option.markexpr == "not kernels":
-        yield "NOT RUN here, but by `make kernels`: compiles of kernels that no test executes"
+        yield "NOT RUN here, but by `make kernels`: compiles of kernels that no test executes, and Triton's interpreter"
     for reason in NEEDS.values():
         if skipped[f"Skipped: {reason}"]:
             count = skipped[f"Skipped: {reason}"]

@@ -15,7 +15,7 @@ if IS_PADDLE:
 from engine.bf16_host import HOPPER, QUACK, launches_fixture  # noqa: F401
 from engine.hopper_host import host_passes, native_fixture  # noqa: F401
 from kernels.needs import NVCC
-from oracle.case import covering
+from oracle.case import AXES, Case, covering
 from oracle.engines import broken_on_host, chosen_on_host
 from oracle.faces import ON_HOST, normal
 
@@ -37,19 +37,33 @@ def engines_by_name(monkeypatch):
 
 
 @cache
-def cases(engine):
+def cases(engine: str) -> list[Case]:
     return covering(partial(normal, engine=engine + ON_HOST))
+
+
+def with_every_value(among: list[Case]) -> list[Case]:
+    """The first that has a value of an axis, for each value."""
+    first = {(name, getattr(case, name)): case for case in reversed(among) for name in AXES}
+    return list(dict.fromkeys(first.values()))
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(
-    ("engine", "launches"),
-    [("hopper", HOPPER), ("bf16", HOPPER), ("bf16", QUACK)],
-    indirect=["launches"],
+    ("engine", "launches"), [("hopper", HOPPER), ("bf16", HOPPER)], indirect=["launches"]
 )
 def test_every_pair_of_values(engine, launches, part):
+    check(engine, launches, cases(engine)[part::PARTS])
+
+
+@pytest.mark.parametrize("launches", [QUACK], indirect=True)
+def test_every_value_with_the_gemms_of_other_architectures(launches):
+    """The layer around them is the one above."""
+    check("bf16", launches, with_every_value(cases("bf16")))
+
+
+def check(engine, launches, chosen):
     wrong = {}
-    for case in cases(engine)[part::PARTS]:
+    for case in chosen:
         beside = launches.kind == QUACK and case.adapters != "none"
         loud = case.fp8 and case.scene != "usual" and case.save_z == "int8"
         bars = BESIDE if beside else LOUD if loud else FP8 if engine == "hopper" else BF16
