@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..autograd import refuse_second_derivative
-from ..config import SonicMoEConfig, active_config
+from ..config import ACTIVE, SonicMoEConfig
 from ..engine.interface import EngineSettings, Saved
 from ..engine.low_rank import NO_ADAPTERS, Adapters
 from ..enums import ZCode
@@ -282,7 +282,8 @@ def _check_config(plan: Plan) -> None:
     """
     # Nothing is activated, or activation recompute runs on a thread of autograd's own, where the
     # caller's configuration is not seen.
-    if plan.is_own or active_config() == SonicMoEConfig():
+    active = ACTIVE.get()
+    if plan.is_own or active is None or active == SonicMoEConfig():
         return
     settings = plan.settings
     wanted = make_plan(
