@@ -17,9 +17,6 @@ FAST_TESTS := tests/test_config.py tests/test_import_hygiene.py tests/cli/test_m
 # Some images set it. Then every worker of both test stages would rewrite the assertions of every test
 # file anew, and every process that a test starts would compile this package.
 unexport PYTHONDONTWRITEBYTECODE
-# glibc returns memory of a few hundred kB to the kernel at once and asks for it again, page by page.
-export MALLOC_MMAP_THRESHOLD_ = 67108864
-export MALLOC_TRIM_THRESHOLD_ = 268435456
 
 .PHONY: help demo test kernels doors lint docs docs-check pytest pytest-torch pytest-paddle core quick wheel clean clean-tests
 .DEFAULT_GOAL := help

@@ -11,7 +11,7 @@ import pytest
 from framework import IS_PADDLE
 
 pytestmark = [
-    pytest.mark.kernels,  # their sources decide, and the interpreter takes half a minute
+    pytest.mark.kernels,  # kernels_due.py knows what it runs, which takes half a minute
     pytest.mark.skipif(IS_PADDLE, reason="the interpreter runs on PyTorch tensors"),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
 ]

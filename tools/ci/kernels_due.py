@@ -29,7 +29,7 @@ from sonicmoe.jit.toolchain import find_toolkit  # noqa: E402
 DECIDING = (
     *("sonicmoe/kernels", "sonicmoe/jit", "sonicmoe/enums.py", "sonicmoe/architectures.py"),
     *(f"sonicmoe/engine/{name}.py" for name in ("capabilities", "compile_plan", "kernel_jobs")),
-    # Their host code is what the interpreter runs beside Triton's kernels.
+    # Triton's interpreter runs their host code beside the kernels.
     *("sonicmoe/engine/triton.py", "sonicmoe/routing/backends.py"),
     *("tests/kernels", "tests/kept.py", "pyproject.toml"),
 )
