@@ -96,9 +96,9 @@ class Sharded(Training):
         self.gathered, self.codes, self.resident, self._has_state = gathered, codes, 0, False
         config = config_of(layers, device == "cpu")
         config.vocab_size = min(config.vocab_size, VOCABULARY)
-        before = _allocated(device)
+        before = torch.cuda.memory_allocated()
         super().__init__(config, device, compiled=True)
-        self.resident = _allocated(device) - before
+        self.resident = torch.cuda.memory_allocated() - before
 
     def prepare(self) -> None:
         if self.codes is not None:
@@ -111,20 +111,16 @@ class Sharded(Training):
         fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
     def steps(self, tokens: int, count: int) -> float:
-        before = _allocated(self.device)
+        before = torch.cuda.memory_allocated()
         last = super().steps(tokens, count)
         if not self._has_state:
-            self.resident += _allocated(self.device) - before
+            self.resident += torch.cuda.memory_allocated() - before
         self._has_state = True
         return last
 
     def meet(self) -> None:
         dist.barrier()
         self.gathered.bytes = 0
-
-
-def _allocated(device: str) -> int:
-    return 0 if device == "cpu" else torch.cuda.memory_allocated()
 
 
 class Rank:

@@ -19,7 +19,7 @@ def node_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Step:
     from sonicmoe.interop import torch
 
     def parameter(*shape: int) -> Any:
-        # Whatever is in memory: no kernel reads it, and to draw it would take longer than to count.
+        # No kernel reads the values, and drawing them took longer than counting calls.
         weight = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
         if face != "grad":
             weight.main_grad = torch.empty(shape, dtype=torch.float32)

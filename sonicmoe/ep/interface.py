@@ -133,7 +133,8 @@ class Transport(ABC):
         self, x: Tokens, topk_idx: Tensor, topk_weights: Tensor, meanwhile: Meanwhile = nothing
     ) -> Received:
         """Send each of the T rows to every rank that holds one of its experts; `topk_idx` int64
-        `[T, K]` in `[0, E)`, or -1, which is dropped. Quantised tokens arrive as they were sent.
+        `[T, K]` in `[0, E)`, or -1, which is dropped, and where `drops_any_id` any other id as well.
+        Quantised tokens arrive as they were sent.
         meanwhile: called once, before the host waits for counts, when all is launched that needs none.
         """
 

@@ -180,7 +180,7 @@ class LayerCodes:
         return self._both
 
     def _source_of(self, shards: Sequence[ExpertShard], experts: int) -> WeightSource:
-        """What the engine quantises: the shards with their padding."""
+        """The engine quantises the shards with their padding."""
         parts = [padded(shard, experts) for shard in shards]
         parts = [part.flatten(1, -2) if part.dim() > 3 else part for part in parts]
         w1 = GateUp(*parts[:2]) if self._layout.apart else parts[0]
@@ -195,7 +195,7 @@ class LayerCodes:
         codes, *rest = outputs
         scales = rest[0] if gathered.scales is None else gathered.scales
         form = like.block, like.code, like.orientation
-        if codes.shape[0] != gathered.experts:  # the ranks' padding lies behind those of all
+        if codes.shape[0] != gathered.experts:  # FSDP2 gathered the padding, too
             codes, scales = codes[: gathered.experts], scales[: gathered.experts]
         self._held[role] = BlockScaledTensor.from_bytes(codes, scales, *form)
 

@@ -94,7 +94,7 @@ class ExpertShard(torch.Tensor):
         """
         gathers_codes = self.codes.chooses_codes()
         hook: Any = partial(self._pre_codes if gathers_codes else self._pre_values)
-        # FSDP2 inspects the hook at every gather, which takes long where this is not there.
+        # FSDP2 asks `inspect` for it at every gather, and `inspect` works it out where it is missing.
         hook.__signature__ = _OF_CODES if gathers_codes else _OF_VALUES
         return hook  # type: ignore[no-any-return]
 
@@ -124,9 +124,9 @@ class ExpertShard(torch.Tensor):
         return None if out is not None else (_Unread.of(self.codes, outputs[0], param_dtype), ())
 
 
-_OF_CODES, _OF_VALUES = (
-    signature(hook.__get__(object())) for hook in (ExpertShard._pre_codes, ExpertShard._pre_values)
-)
+# As FSDP2 sees the hooks, which have their shard already.
+_hooks: tuple[Any, Any] = (ExpertShard._pre_codes, ExpertShard._pre_values)
+_OF_CODES, _OF_VALUES = (signature(partial(hook, None)) for hook in _hooks)
 
 
 class _Unread(torch.Tensor):

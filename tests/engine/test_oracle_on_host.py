@@ -57,7 +57,7 @@ def test_every_pair_of_values(engine, launches, part):
 
 @pytest.mark.parametrize("launches", [QUACK], indirect=True)
 def test_every_value_with_the_gemms_of_other_architectures(launches):
-    """The layer around them is the one above."""
+    """`test_every_pair_of_values` has every pair of the layer around these GEMMs."""
     check("bf16", launches, with_every_value(cases("bf16")))
 
 
