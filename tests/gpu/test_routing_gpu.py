@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from gpu.device import captured, waiting_is_an_error
 from kernels.routing_cases import (
     PLAIN,
@@ -161,6 +164,34 @@ def test_never_waits_for_the_gpu(kernels):
         moved_by(kernels, routing.row_prob, routing.slot_row)
         scatter_to_slots(routing.row_prob, routing)
         build_routing(indices, probs, 8)
+
+
+@triton.jit
+def hold(word):
+    """Until the host has written the word."""
+    seen = tl.load(word, volatile=True)
+    while seen == 0:
+        seen = tl.load(word, volatile=True)
+
+
+def test_it_starts_beside_collectives():
+    """A cooperative grid starts whole or not at all, and NCCL holds 24 multiprocessors."""
+    kernels = backends.CudaKernels(backends.arch_of("cuda:0"))
+    indices, probs = topk_of(65536, 8, 16, 0).cuda(), torch.rand(65536, 8).cuda()
+    built_by(kernels, indices, probs, 8)
+    word, done = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            hold[(24,)](word, num_warps=32)
+        built_by(kernels, indices, probs, 8)
+        done.record()
+        deadline = time.monotonic() + 20
+        while not done.query() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert done.query(), "the metadata waited for the kernel that held 24 multiprocessors"
+    finally:
+        word.fill_(1)
 
 
 def test_slot_values(kernels, poisoned):
