@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import torch
 
@@ -174,6 +175,7 @@ def scale_offset(row, block, blocks):
     return atom * ATOM_BYTES + 16 * (in_atom % 32) + 4 * (in_atom // 32) + block % ATOM_BLOCKS
 
 
+@cache
 def places(m, k):
     """Of the scale of every element of an operand `[M, K]` that is contracted over K, by the formula
     of the GEMMs, byte by byte of the blocked layout.
