@@ -4,7 +4,7 @@ layer is compiled and a unit of its own. One process per GPU; the ways take turn
 
     benchmarks/fsdp_bench.py --json a.json                             # all GPUs, 4,096 and 16,384 tokens each
     torchrun --nproc-per-node 2 benchmarks/fsdp_bench.py --layers 4 --trace
-    benchmarks/fsdp_bench.py --way stock --way codes --way "codes, one order"
+    benchmarks/fsdp_bench.py --way stock --way codes
     benchmarks/fsdp_bench.py --quick                                   # tiny, two CPU ranks: is it right?
 
 | way | what |
@@ -12,7 +12,6 @@ layer is compiled and a unit of its own. One process per GPU; the ways take turn
 | stock | transformers' `grouped_mm` |
 | bf16, fp8 | this engine, on gathered values |
 | codes | this engine in FP8, on gathered codes (`sonicmoe.fsdp.gather_codes`) |
-| codes, one order | the same with `iso_weight`: a backward gathers forward's order, and transposes it |
 
 | figure | what |
 |---|---|
@@ -53,9 +52,7 @@ WAYS: dict[str, tuple[str, SonicMoEConfig | None]] = {
     "bf16": ("sonicmoe", None),
     "fp8": ("sonicmoe_fp8", None),
     "codes": ("sonicmoe_fp8", SonicMoEConfig(fp8_mode="perf")),
-    "codes, one order": ("sonicmoe_fp8", SonicMoEConfig(fp8_mode="perf", iso_weight=True)),
 }
-DEFAULT = ("stock", "bf16", "fp8", "codes")
 VOCABULARY = 32000
 OF_A_LAYER = 5  # inputs of an all-gather, at least; embeddings, norm and head are three
 
@@ -233,7 +230,7 @@ def run_rank(
 @click.option("--layers", type=click.IntRange(1), default=6, show_default=True)
 @click.option("--tokens", type=click.IntRange(1), multiple=True, default=(4096, 16384),
               show_default=True, help="Of a step and a GPU; several times for several sizes.")  # fmt: skip
-@click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), default=DEFAULT,
+@click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), default=list(WAYS),
               show_default=True)  # fmt: skip
 @timing.rounds_option()
 @click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Of a round.")

@@ -30,7 +30,7 @@ from ..quant.gpu import transposed
 from ..weight_source import WeightSource
 from .cache import PreparedWeights, Reading
 from .changes import traces_of
-from .copies import fit, in_orders, named
+from .copies import fit, named
 from .shards import ExpertShard, Gathered, padded
 
 Tensor = torch.Tensor
@@ -62,9 +62,8 @@ class LayerCodes:
         self._chosen: Chosen | None = None
         self._is_frozen = self._is_stale = False
         self._prepared = PreparedWeights()
-        # Of this rank's shard: as the engine made them, in both orders, and for the gather that runs.
-        self._source: EngineWeights | None = None
-        self._both: EngineWeights | None = None
+        # Of this rank's shard, in forward's order: what is kept, and what the gather that runs reads.
+        self._kept: EngineWeights | None = None
         self._made: EngineWeights | None = None
         self._seen: tuple[Any, ...] = ()  # what the last gather saw of the shard
         self._served: set[int] = set()  # roles that were given what was made
@@ -118,8 +117,8 @@ class LayerCodes:
         self._is_stale, self._made = True, None
 
     def inputs(self, shard: ExpertShard, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
-        """What is gathered of a shard: its codes and scales. A backward gets its own order of them
-        where the rank has both; otherwise it transposes what forward reads.
+        """What is gathered of a shard: its codes and scales, in the order that the forward or the
+        backward reads which runs.
         """
         self.freeze(self._chosen)
         parameters, role, ranks = self._parameters(), shard.role, mesh.size()
@@ -138,15 +137,14 @@ class LayerCodes:
                 "where shards lie. Needed: fully_shard without CPUOffloadPolicy, or no gather_codes"
             )
         made = self._current(parameters, -(-experts // ranks), role)
-        backward = made.two_orders and in_backward()
-        of_roles: tuple[Any, ...] = (
-            (made.w1_dgrad, made.w2_dgrad) if backward else (made.w1, made.w2)
-        )
-        codes = of_roles[0] if role == 0 else of_roles[1] if role == len(parameters) - 1 else None
-        if codes is None:
+        if 0 < role < len(parameters) - 1:
             # The codes of gate and up are those of one w1, and come with gate.
             nothing = torch.zeros(1, dtype=torch.uint8, device=shard.device)
             return (nothing,), Gathered(experts, None)
+        codes: Any = made.w2 if role else made.w1
+        if in_backward():
+            # Here it is a rank's part, and less work than to transpose all of them behind the gather.
+            codes = transposed(codes)
         if ranks == 1:
             return (codes.bytes,), Gathered(experts, codes, codes.scale_inv.clone())
         return (codes.bytes, codes.scale_inv), Gathered(experts, codes)
@@ -168,16 +166,14 @@ class LayerCodes:
         place = tuple([(shard.data_ptr(), shard.dtype) for shard in shards])
         seen, self._seen = self._seen, (place, traces)
         # Nobody writes weights between a forward and its backward, not even without a trace.
-        if self._both is None or not in_backward() or self._is_stale or seen != self._seen:
+        if self._kept is None or not in_backward() or self._is_stale or seen != self._seen:
             source = partial(self._source_of, shards, experts)
             with torch.inference_mode(False), plain_ops():
-                given = engine, settings.of_weights, source, shards[0], place, traces
-                found = self._prepared.read(*given, stale=self._is_stale, keeps=True).weights
-                if self._both is None or found is not self._source:
-                    self._both = in_orders(found, settings.iso_weight)
-            self._source, self._is_stale = found, False
-        self._made, self._served = self._both, {role}
-        return self._both
+                given = engine, settings.of_weights.in_one_order, source, shards[0], place, traces
+                self._kept = self._prepared.read(*given, stale=self._is_stale, keeps=True).weights
+            self._is_stale = False
+        self._made, self._served = self._kept, {role}
+        return self._kept
 
     def _source_of(self, shards: Sequence[ExpertShard], experts: int) -> WeightSource:
         """The engine quantises the shards with their padding."""

@@ -80,7 +80,7 @@ def test_steps_of_a_model(measured):
 
 @pytest.mark.slow
 def test_steps_under_fsdp2(tmp_path):
-    found, ways = tmp_path / "f.json", ("stock", "bf16", "fp8", "codes", "codes, one order")
+    found, ways = tmp_path / "f.json", ("stock", "bf16", "fp8", "codes")
     options = ["--quick", "--layers=1", "--rounds=1", "--steps=1", f"--json={found}"]
     options += [f"--way={way}" for way in ways]
     program = ROOT / "benchmarks" / "fsdp_bench.py"
