@@ -9,6 +9,7 @@ docs/finetuning.md shows it for models of transformers. `weights/gathered.py` do
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from .errors import LayoutError, ShapeError, expect
 from .functional import layout_of
 from .layer.plan import Plan, check_use_fp8, make_plan
 from .layouts import NATIVE, GateUp, WeightLayout
+from .log import log_once
 from .moe import MoE, under_wrappers
 from .observe import MOE, STACKED
 from .weights.gathered import Chosen, LayerCodes
@@ -168,6 +170,7 @@ def _chooser(
         with config.activate():
             plan = experts.plan(use_fp8)
         if plan is None or plan.settings.recipe is None:
+            _say_values("the experts compute without FP8")
             return None
         down = parts[-1]
         # Parameters in fp32 are those of a job that computes in bf16, by autocast or FSDP2's policy.
@@ -178,7 +181,13 @@ def _chooser(
         fitted = plan.fitted_to(tokens, (parts[0], down, bias, bias))
         engine, settings = fitted.chosen, fitted.settings
         recipe = settings.recipe
-        joins = recipe is not None and recipe.shares_weight_buffers and engine.joins_codes
-        return (engine, settings) if joins else None
+        if recipe is not None and recipe.shares_weight_buffers and engine.joins_codes:
+            return engine, settings
+        _say_values(f"engine {engine.name!r} has other codes in a backward, or of all experts")
+        return None
 
     return choose
+
+
+def _say_values(why: str) -> None:
+    log_once(logging.INFO, "gather_codes: FSDP2 gathers values of the experts, because %s", why)

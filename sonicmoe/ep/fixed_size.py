@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, ShapeError, expect
+from ..errors import ConfigError, RankLostError, ShapeError, expect
 from ..interop import device_of, empty
 from ..quant.format import BlockScaledTensor
 from ..routing.ids import NOT_HERE, in_one_spelling
@@ -32,7 +32,7 @@ from .collective import (
     ids_and_weights,
     reinterpret,
 )
-from .interface import Meanwhile, Received, Tokens, nothing
+from .interface import Meanwhile, Received, Tokens, is_lost_rank, nothing
 
 Tensor = torch.Tensor
 
@@ -145,10 +145,19 @@ class RowLimit:
         exchange = self._exchange()
         ones = [1] * exchange.world_size
         mine = torch.full([len(ones), 1], bound, dtype=torch.int64, device=device_of(like))
-        theirs = exchange.exchange(reinterpret(mine, torch.uint8), ones, ones)
-        found = reinterpret(theirs, torch.int64).reshape([-1]).tolist()
         words = f"{name} is {bound} on rank {exchange.rank}"
-        others = f"the ranks 0 to {len(ones) - 1} were given {found}; needed: the same on all ranks"
+        needed = "needed: the same on all ranks; where it is left out, it is what a rank dispatches"
+        try:
+            theirs = exchange.exchange(reinterpret(mine, torch.uint8), ones, ones)
+            found = reinterpret(theirs, torch.int64).reshape([-1]).tolist()
+        except Exception as error:
+            if not is_lost_rank(error):
+                raise
+            raise RankLostError(
+                f"{words}, and the others did not compare theirs before the group's timeout: one has died, or they had no more tokens than "
+                f"before and this rank has; {needed}"
+            ) from error
+        others = f"the ranks 0 to {len(ones) - 1} were given {found}; {needed}"
         expect(found == [bound] * len(ones), ConfigError, f"{words}, and {others}")
 
 

@@ -83,7 +83,8 @@ def make_dispatcher(
             transport cannot heed it.
         EngineUnavailableError: `kind` names a library that is not there; the message says why.
     """
-    _check(kind, group, fp8, fp8_grad, wait_for_counts)
+    check_options(kind=kind, fp8=fp8, fp8_grad=fp8_grad, wait_for_counts=wait_for_counts)
+    _check_group(kind, group)
     if not wait_for_counts:
         check_max_tokens(max_tokens)
     check_max_load(max_load, wait_for_counts)
@@ -96,16 +97,31 @@ def make_dispatcher(
     return dispatcher
 
 
-def _check(kind: str, group: Any, fp8: object, fp8_grad: object, wait_for_counts: object) -> None:
+def check_options(
+    *,
+    kind: object = "auto",
+    fp8: object = False,
+    fp8_grad: object = False,
+    wait_for_counts: object = True,
+    max_tokens: object = None,
+    max_load: object = None,
+) -> None:
+    """Raise ConfigError for values that `make_dispatcher` takes for no group."""
     expect(kind in KINDS, ConfigError, f"kind is {kind!r}; needed: one of {KINDS}")
     check_forms(fp8, fp8_grad)
+    words = f"wait_for_counts is {wait_for_counts!r}; needed: True or False"
+    expect(isinstance(wait_for_counts, bool), ConfigError, words)
+    if max_tokens is not None:
+        check_max_tokens(max_tokens)
+    check_max_load(max_load, wait_for_counts=False)
+
+
+def _check_group(kind: str, group: Any) -> None:
     needs_none = kind in ("auto", "local")
     alone = f"kind {kind!r} needs a group of ranks; group is None"
     expect(group is not None or needs_none, ConfigError, alone)
     words = "kind 'local' is for one rank; a group was given"
     expect(group is None or kind != "local", ConfigError, words)
-    words = f"wait_for_counts is {wait_for_counts!r}; needed: True or False"
-    expect(isinstance(wait_for_counts, bool), ConfigError, words)
 
 
 def _announce(dispatcher: Dispatcher, why: str, bound: int | None) -> None:

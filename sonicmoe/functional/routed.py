@@ -51,7 +51,8 @@ class ExpertGroup:
     """The ranks that hold the experts of a layer, and how rows travel between them.
 
     num_experts: of the whole group. group: process group; None is one rank. options: of
-    `make_dispatcher`. Where the host does not wait for counts, all ranks dispatch as many tokens.
+    `make_dispatcher`. Where the host does not wait for counts, and no `max_tokens` is among them, all
+    ranks dispatch as many tokens.
     """
 
     num_experts: int
@@ -59,10 +60,11 @@ class ExpertGroup:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def dispatcher(self, tokens: int) -> Dispatcher:
-        """Made once for all layers, with room for so many tokens of every rank."""
-        waits = self.options.get("wait_for_counts", True)
-        options = {name: value for name, value in self.options.items() if name != "wait_for_counts"}
-        return dispatcher_of(self.num_experts, self.group, None if waits else tokens, **options)
+        """Made once for all layers, with room for so many tokens of every rank, or for `max_tokens`."""
+        options = dict(self.options)
+        bound = options.pop("max_tokens", tokens)
+        waits = options.pop("wait_for_counts", True)
+        return dispatcher_of(self.num_experts, self.group, None if waits else bound, **options)
 
 
 _groups: dict[str, ExpertGroup] = {}

@@ -35,8 +35,8 @@ from ..config import SonicMoEConfig
 from ..engine.select import choose_engine
 from ..engine.settings import Workload
 from ..enums import ActivationType, EngineName, layer_parameters
-from ..ep import make_dispatcher
 from ..ep.interface import check_num_experts
+from ..ep.select import check_options
 from ..errors import ConfigError, EngineUnavailableError, did_you_mean, expect
 from ..fsdp import FoundExperts, coded, finders
 from ..functional.autograd import planned_mlp
@@ -52,12 +52,8 @@ Tensor = torch.Tensor
 Topk = tuple[Tensor, Tensor]  # expert ids and scores, both [T, K]
 # Under expert parallelism these are replaced as a whole, and no class that does more.
 REPLACED = AllToAllTokenDispatcher, MinimalAsyncEPTokenDispatcher
-# Options of `make_dispatcher` that a job may give; the number of tokens is the trainer's.
-TRANSPORT = [
-    name
-    for name, parameter in inspect.signature(make_dispatcher).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name != "max_tokens"
-]
+# Options of `make_dispatcher` that a job may give.
+TRANSPORT = [*inspect.signature(check_options).parameters]
 
 
 class _OnEngine(nn.Module):
@@ -271,13 +267,16 @@ def routed_experts(
 ) -> Any:
     """Replace experts, and with them the way to them where their dispatcher is a stock one.
 
-    transport: options of `make_dispatcher` but `max_tokens`, under expert parallelism; False:
-        torchtitan's dispatcher stays there.
+    transport: options of `make_dispatcher` under expert parallelism; False: torchtitan's dispatcher
+        stays there. Without `max_tokens` a rank that does not wait has as many tokens as the others.
     gather_codes: whether FSDP2 gathers the experts' codes in place of values (`fsdp.gather_codes`).
     """
+    words = f"transport is {transport!r}; needed: a mapping of options, True or False"
+    expect(isinstance(transport, bool | Mapping), ConfigError, words)
     if not isinstance(transport, bool):
         transport = dict(transport)
         _check_names(transport, TRANSPORT, "transport", "option of make_dispatcher")
+        check_options(**transport)
     inner = _on_engine(config.inner_experts, options, gather_codes)
     if inner is config.inner_experts:
         return config

@@ -124,8 +124,10 @@ class LayerCodes:
         parameters, role, ranks = self._parameters(), shard.role, mesh.size()
         whole = parameters[role]
         # Other axes of the mesh, as of expert parallelism, have cut E before.
-        shards = whole._spec.num_shards_map[0]
-        if shards < ranks:
+        shards, names = whole._spec.num_shards_map[0], whole._spec.mesh.mesh_dim_names or ()
+        placed = zip(names, whole._spec.placements, strict=False)
+        own = [where for name, where in placed if name in (mesh.mesh_dim_names or ())]
+        if shards < ranks or any(where.is_shard() and where.dim for where in own):
             words = (
                 f"{self._owners[role][1]} is sharded along another axis than that of the experts"
             )

@@ -21,11 +21,9 @@ from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import DeepEPTransport, find_library
 from sonicmoe.ep.dispatcher import LocalTransport
 from sonicmoe.ep.exchange_torch import TorchExchange, is_gpu_group
+from sonicmoe.ep.fixed_size import RowLimit
 from sonicmoe.ep.symmetric import SymmetricTransport
-from sonicmoe.errors import (
-    EngineUnavailableError,
-    ShapeError,
-)
+from sonicmoe.errors import EngineUnavailableError, RankLostError, ShapeError
 
 
 class Group:
@@ -301,3 +299,25 @@ def test_a_route_keeps_ids_that_the_caller_cannot_write(dtype, drops_any_id):
     before = kept.clone()
     given.fill_(1)
     assert torch.equal(kept, before) and bool((before >= EXPERTS).any()) == drops_any_id
+
+
+@pytest.mark.parametrize("said", ["Connection closed by peer", "a typing error"])
+def test_a_bound_that_the_others_do_not_compare(said):
+    """One rank has more tokens than before, and the others wait in another collective."""
+
+    class Silent:
+        rank, world_size = 1, 2
+
+        def exchange(self, *_):
+            raise RuntimeError(said)
+
+    limit = RowLimit(96, Silent)
+    given = torch.zeros(90, 8), torch.zeros(90, 2, dtype=torch.int64)
+    kind, words = (
+        RankLostError,
+        "max_tokens is 96 on rank 1, and the others did not .* no more tokens",
+    )
+    if "typing" in said:
+        kind, words = RuntimeError, "^a typing error$"
+    with pytest.raises(kind, match=words):
+        limit.check(*given)

@@ -433,6 +433,23 @@ def check_refusals(rank: int) -> None:
             raise AssertionError(words)
 
 
+def check_axis_under_expert_parallelism(rank: int) -> None:
+    """FSDP2 may cut another axis than that of the experts, which expert parallelism has cut."""
+    mesh = dist.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("fsdp", "ep"))
+    layer = moe()
+    for part in (layer.c_fc, layer.c_proj):
+        part.weight = nn.Parameter(distribute_tensor(part.weight.detach(), mesh["ep"], [Shard(0)]))
+    gather_codes(layer, use_fp8=True)
+    third = lambda p: Shard(1) if p.dim() == 3 else None  # noqa: E731
+    fully_shard(layer, mesh=mesh["fsdp"], shard_placement_fn=third)
+    try:
+        layer.unshard()
+    except LayoutError as error:
+        assert "weight is sharded along another axis" in str(error)
+    else:
+        raise AssertionError
+
+
 def check_accelerate(rank: int) -> None:
     """Its own preparation, with the model on meta between, of a model whose optimizer is there."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -469,6 +486,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
     "checkpoints": check_checkpoints,
     "frozen": check_frozen,
     "refusals": check_refusals,
+    "another axis": check_axis_under_expert_parallelism,
     "accelerate": check_accelerate,
 }
 

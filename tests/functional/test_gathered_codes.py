@@ -10,6 +10,8 @@ import pytest
 import torch
 from worlds import run_world
 
+from sonicmoe import ActivationType, MoE
+from sonicmoe.fsdp import _moe, coded
 from sonicmoe.quant import gpu
 from sonicmoe.quant.format import Orientation
 from sonicmoe.quant.recipes import BlockShape
@@ -43,7 +45,7 @@ def test_two_ranks_train_as_on_gathered_values(tmp_path):
 @pytest.mark.trained
 def test_four_ranks(tmp_path):
     """Five experts: 2, 2, 1 and none; and two copies of two shards each."""
-    run(tmp_path, 4, "uneven", "fewer", "hybrid")
+    run(tmp_path, 4, "uneven", "fewer", "hybrid", "another axis")
 
 
 @pytest.mark.trained
@@ -88,3 +90,13 @@ def test_both_orders_are_transposed_by_the_kernel(monkeypatch, block, orientatio
     assert found.orientation is wanted.orientation and found.shape == wanted.shape
     assert torch.equal(found.bytes, wanted.bytes)
     assert torch.equal(found.scale_inv, wanted.scale_inv)
+
+
+def test_values_are_gathered_with_a_reason(caplog):
+    caplog.set_level("INFO", "sonicmoe")
+    layer = MoE(4, 2, 64, 32, ActivationType.SWIGLU, False, 0.1)
+    for use_fp8, why in ((False, "because the experts compute without FP8"), (True, "")):
+        caplog.clear()
+        codes = coded(_moe(layer), use_fp8)
+        assert codes.chooses_codes() is use_fp8
+        assert (why in caplog.text) if why else "gathers values" not in caplog.text

@@ -236,3 +236,16 @@ def test_rows_that_travel_in_fp8():
     for exact, one, other in zip(is_exact, found, wanted, strict=True):
         distance = (one.float() - other.float()).norm() / other.float().norm()
         assert distance == 0 if exact else 0 < distance < 0.1
+
+
+def test_the_bound_of_a_dispatch_that_waits_for_nothing(monkeypatch):
+    """What is given, else as many tokens as the rank has."""
+    asked = []
+    monkeypatch.setattr(
+        routed, "dispatcher_of", lambda *given, **options: asked.append((given, options))
+    )
+    for options in ({}, {"max_tokens": 96}, {"wait_for_counts": False}):
+        ExpertGroup(EXPERTS, None, {"fp8": True} | options).dispatcher(8)
+    ExpertGroup(EXPERTS, None, {"wait_for_counts": False, "max_tokens": 96}).dispatcher(8)
+    bounds = [given[2] for given, _ in asked]
+    assert bounds == [None, None, 8, 96] and asked[0][1] == asked[2][1] == {"fp8": True}
