@@ -146,7 +146,9 @@ class RowLimit:
         ones = [1] * exchange.world_size
         mine = torch.full([len(ones), 1], bound, dtype=torch.int64, device=device_of(like))
         words = f"{name} is {bound} on rank {exchange.rank}"
-        needed = "needed: the same on all ranks; where it is left out, it is what a rank dispatches"
+        needed = "needed: the same on all ranks"
+        if name == "max_tokens":
+            needed += "; where it is left out, it is what a rank dispatches"
         try:
             theirs = exchange.exchange(reinterpret(mine, torch.uint8), ones, ones)
             found = reinterpret(theirs, torch.int64).reshape([-1]).tolist()
