@@ -404,13 +404,14 @@ int resident_ctas(int device) {
   return ctas[device];
 }
 
-// One CTA per kThreads slots: more CTAs of fewer slots only add counts for everybody to read. A CTA
-// fills a multiprocessor, and a cooperative grid starts when there is one for each. So it takes half
-// of them at most: with all of them it waited 2 ms for a reduce-scatter of FSDP2 that held 24.
+// One CTA per kThreads slots, because more CTAs of fewer slots only add counts for everybody to
+// read. A CTA fills a multiprocessor, and a cooperative grid starts when all its CTAs have one. A grid
+// of 128 waited 2 ms for a reduce-scatter of FSDP2 that held 24 of 132 (docs/lab/fsdp2.md), so a grid
+// takes half of the multiprocessors at most, unless `forced` sets its size.
 int64_t choose_ctas(int64_t num_slots, int64_t forced, int64_t resident) {
-  const int64_t slots_want = ceil_div(num_slots, kThreads), half = (resident + 1) / 2;
-  const int64_t wanted = forced > 0 ? forced : (slots_want < half ? slots_want : half);
-  return wanted < 1 ? 1 : (wanted < resident ? wanted : resident);
+  const int64_t most = forced > 0 ? resident : (resident + 1) / 2;
+  const int64_t wanted = forced > 0 ? forced : ceil_div(num_slots, kThreads);
+  return wanted < 1 ? 1 : (wanted < most ? wanted : most);
 }
 
 // How many bytes the counts of all CTAs take: of as many CTAs as a grid may have.
