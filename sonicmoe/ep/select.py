@@ -106,7 +106,7 @@ def check_options(
     max_tokens: object = None,
     max_load: object = None,
 ) -> None:
-    """Raise ConfigError for values that `make_dispatcher` takes for no group."""
+    """Raise ConfigError for a value that `make_dispatcher` refuses whatever the group is."""
     expect(kind in KINDS, ConfigError, f"kind is {kind!r}; needed: one of {KINDS}")
     check_forms(fp8, fp8_grad)
     words = f"wait_for_counts is {wait_for_counts!r}; needed: True or False"

@@ -60,7 +60,7 @@ class ExpertGroup:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def dispatcher(self, tokens: int) -> Dispatcher:
-        """Made once for all layers, with room for so many tokens of every rank, or for `max_tokens`."""
+        """The dispatcher of all layers. It has room for `max_tokens` of every rank, else for so many."""
         options = dict(self.options)
         bound = options.pop("max_tokens", tokens)
         waits = options.pop("wait_for_counts", True)

@@ -62,11 +62,9 @@ class LayerCodes:
         self._chosen: Chosen | None = None
         self._is_frozen = self._is_stale = False
         self._prepared = PreparedWeights()
-        # Of this rank's shard, in forward's order: what is kept, and what the gather that runs reads.
-        self._kept: EngineWeights | None = None
-        self._made: EngineWeights | None = None
+        self._kept: EngineWeights | None = None  # of this rank's shard, in forward's order
         self._seen: tuple[Any, ...] = ()  # what the last gather saw of the shard
-        self._served: set[int] = set()  # roles that were given what was made
+        self._served: set[int] = set()  # roles that the last gather has read
         self._held: dict[int, BlockScaledTensor] = {}
         self._read: dict[bool, EngineWeights] = {}
         self.wrap()
@@ -114,20 +112,21 @@ class LayerCodes:
 
     def expire(self) -> None:
         """Have the next gather quantise."""
-        self._is_stale, self._made = True, None
+        self._is_stale = True
 
     def inputs(self, shard: ExpertShard, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
-        """What is gathered of a shard: its codes and scales, in the order that the forward or the
-        backward reads which runs.
+        """The codes and scales that are gathered of a shard: in a backward those that backward reads,
+        else those that forward reads.
         """
         self.freeze(self._chosen)
         parameters, role, ranks = self._parameters(), shard.role, mesh.size()
         whole = parameters[role]
-        # Other axes of the mesh, as of expert parallelism, have cut E before.
-        shards, names = whole._spec.num_shards_map[0], whole._spec.mesh.mesh_dim_names or ()
-        placed = zip(names, whole._spec.placements, strict=False)
-        own = [where for name, where in placed if name in (mesh.mesh_dim_names or ())]
-        if shards < ranks or any(where.is_shard() and where.dim for where in own):
+        # Other axes of the mesh, as of expert parallelism, have cut E before. FSDP2's are known by name.
+        spec, own = whole._spec, mesh.mesh_dim_names or ()
+        placed = zip(spec.mesh.mesh_dim_names or (), spec.placements, strict=False)
+        elsewhere = any(name in own and at.is_shard() and at.dim > 0 for name, at in placed)
+        shards = spec.num_shards_map[0]
+        if shards < ranks or elsewhere:
             words = (
                 f"{self._owners[role][1]} is sharded along another axis than that of the experts"
             )
@@ -145,7 +144,7 @@ class LayerCodes:
             return (nothing,), Gathered(experts, None)
         codes: Any = made.w2 if role else made.w1
         if in_backward():
-            # Here it is a rank's part, and less work than to transpose all of them behind the gather.
+            # Behind the gather each rank would have to transpose the codes of all ranks.
             codes = transposed(codes)
         if ranks == 1:
             return (codes.bytes,), Gathered(experts, codes, codes.scale_inv.clone())
@@ -153,9 +152,9 @@ class LayerCodes:
 
     def _current(self, parameters: list[Any], experts: int, role: int) -> EngineWeights:
         """Codes of the shard, padded to as many experts as the largest has."""
-        if self._made is not None and role not in self._served:
+        if self._kept is not None and not self._is_stale and role not in self._served:
             self._served.add(role)  # the rest of a gather that began before
-            return self._made
+            return self._kept
         assert self._chosen is not None
         engine, settings = self._chosen
         shards = [held._local_tensor for held in parameters]
@@ -174,7 +173,7 @@ class LayerCodes:
                 given = engine, settings.of_weights.in_one_order, source, shards[0], place, traces
                 self._kept = self._prepared.read(*given, stale=self._is_stale, keeps=True).weights
             self._is_stale = False
-        self._made, self._served = self._kept, {role}
+        self._served = {role}
         return self._kept
 
     def _source_of(self, shards: Sequence[ExpertShard], experts: int) -> WeightSource:

@@ -403,10 +403,15 @@ def _check_checkpoints(rank: int, folder: str) -> None:
         assert torch.equal(copied(batch(0, rank))[0], layer(batch(0, rank))[0])
 
 
+def along_rows(parameter: nn.Parameter) -> Shard | None:
+    """A placement that cuts experts along another axis than theirs."""
+    return Shard(1) if parameter.dim() == 3 else None
+
+
 def check_refusals(rank: int) -> None:
     """Of what is sharded; each names what came and what is needed. tests/refusals has the others."""
     block, x = sharded(moe()), batch(0, rank)
-    along_rows = sharded(moe(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 3 else None)
+    in_rows = sharded(moe(), shard_placement_fn=along_rows)
     weight = block.moe.c_fc.weight
     on_meta = weight._local_tensor.to("meta")
     block(x)
@@ -418,7 +423,7 @@ def check_refusals(rank: int) -> None:
     calls: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (LayoutError, "needed: gather_codes before it", lambda: gather_codes(block)),
         (LayoutError, "without CPUOffloadPolicy", lambda: on_meta.fsdp_pre_all_gather(weight.device_mesh)),
-        (LayoutError, "weight is sharded along another axis", lambda: along_rows(x)),
+        (LayoutError, "weight is sharded along another axis", lambda: in_rows(x)),
         (LayoutError, "were freed, as FSDP2 does", lambda: freed(use_fp8=True)),
         # This call leaves its codes gathered.
         (ConfigError, "gathered codes of the experts for .*, and this call computes with engine 'reference', recipe None",
@@ -440,8 +445,7 @@ def check_axis_under_expert_parallelism(rank: int) -> None:
     for part in (layer.c_fc, layer.c_proj):
         part.weight = nn.Parameter(distribute_tensor(part.weight.detach(), mesh["ep"], [Shard(0)]))
     gather_codes(layer, use_fp8=True)
-    third = lambda p: Shard(1) if p.dim() == 3 else None  # noqa: E731
-    fully_shard(layer, mesh=mesh["fsdp"], shard_placement_fn=third)
+    fully_shard(layer, mesh=mesh["fsdp"], shard_placement_fn=along_rows)
     try:
         layer.unshard()
     except LayoutError as error:

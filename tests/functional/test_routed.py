@@ -239,7 +239,7 @@ def test_rows_that_travel_in_fp8():
 
 
 def test_the_bound_of_a_dispatch_that_waits_for_nothing(monkeypatch):
-    """What is given, else as many tokens as the rank has."""
+    """The bound is `max_tokens` where that is given, else the rank's own number of tokens."""
     asked = []
     monkeypatch.setattr(
         routed, "dispatcher_of", lambda *given, **options: asked.append((given, options))

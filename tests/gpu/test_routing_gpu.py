@@ -168,7 +168,7 @@ def test_never_waits_for_the_gpu(kernels):
 
 @triton.jit
 def hold(word):
-    """Until the host has written the word."""
+    """A program of this kernel holds its multiprocessor until the host has written the word."""
     seen = tl.load(word, volatile=True)
     while seen == 0:
         seen = tl.load(word, volatile=True)

@@ -186,7 +186,7 @@ def test_limits_agree_with_the_python_side(artefacts: CompileCache) -> None:
 
     module = cuda_sources("sm_90a")[0].load(artefacts)
     assert int(module.max_experts()) == MAX_EXPERTS
-    # Counts of each expert from every CTA of the largest grid, which is half of a GPU's, or of the only one.
+    # Each CTA of the largest grid, 66 by itself and 132 by force, or the only one counts every expert.
     assert int(module.scratch_bytes(1 << 20, 3, 0)) >= 3 * 66 * 4
     assert int(module.scratch_bytes(1 << 20, 3, 132)) >= 3 * 132 * 4
     assert int(module.scratch_bytes(0, 3, 0)) == int(module.scratch_bytes(1 << 20, 3, 1)) == 12
