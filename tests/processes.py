@@ -37,10 +37,10 @@ def run(
 
 
 def of_checkout(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` in the checkout, whose packages and test helpers it can import, with the
-    caller's environment and these variables.
+    """`python ARGUMENTS` in the checkout, whose packages and test helpers it can import, and whatever
+    this process can, with the caller's environment and these variables.
     """
-    path = os.pathsep.join((str(ROOT), str(TESTS)))
+    path = os.pathsep.join((str(ROOT), str(TESTS), *filter(None, sys.path)))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     return run(arguments, env, ROOT, timeout=600)
 

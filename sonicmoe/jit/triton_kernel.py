@@ -9,6 +9,7 @@ finds.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ from .manifest import Artefact
 
 _SCOPE = threading.Lock()  # one compile at a time swaps Triton's cache manager, a global of Triton
 _WARP_SIZE = 32
+_BLACKWELL = 100  # from this architecture on Triton has an assembler of its own
 
 
 class StoredJITFunction(JITFunction[Any]):
@@ -108,6 +110,29 @@ def stored_jit(*, do_not_specialize: Sequence[str | int] = (), **options: Any) -
     return lambda kernel: made(kernel, do_not_specialize=list(do_not_specialize), **options)
 
 
+def assembler(arch: int) -> Any:
+    """The ptxas of an architecture: Triton's own, unless a user has named another one."""
+    # Inductor names PyTorch's one in this variable when it first compiles. Triton asks a process's
+    # assembler for its version once, so keys would depend on which of the two came first, and a
+    # child or a warm-up would have other keys than a training process.
+    named = os.environ.get("TRITON_PTXAS_PATH", "")
+    if arch >= _BLACKWELL:
+        return knobs.nvidia.ptxas_blackwell
+    if Path(named).parts[-3:] == ("torch", "bin", "ptxas"):
+        return knobs.nvidia.knob_descriptors["ptxas"].transform(None)
+    return knobs.nvidia.ptxas
+
+
+class _Assembled:
+    """What Triton's keys ask of a backend."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def hash(self) -> str:
+        return f"{assembler(self._arch).version}-{self._arch}"
+
+
 class TritonCompile:
     """One specialisation of a kernel for one target."""
 
@@ -122,7 +147,8 @@ class TritonCompile:
         backend = make_backend(target)
         # The options that the kernel's source sets for itself come last, as in `triton.compile`.
         parsed = backend.parse_options({**self._options, **source.parse_options()})
-        triton_key = get_cache_key(source, backend, parsed, env_vars=self._environment)
+        tools = _Assembled(target.arch)
+        triton_key = get_cache_key(source, tools, parsed, env_vars=self._environment)
         self._hash = hashlib.sha256(triton_key.encode()).hexdigest()
 
     def key(self) -> CompileKey:
@@ -146,7 +172,9 @@ class TritonCompile:
 
     def build_into(self, folder: Path) -> None:
         """Run Triton's compiler and leave all its outputs in `folder`."""
-        with _cache_in(folder):
+        with _cache_in(folder), knobs.nvidia.scope():
+            if self._target.arch < _BLACKWELL:
+                knobs.nvidia.ptxas = assembler(self._target.arch).path
             triton.compile(
                 self._source,
                 target=self._target,

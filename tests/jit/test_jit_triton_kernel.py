@@ -7,7 +7,7 @@ from racers import NOT_RUN
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.jit import default_cache, no_compile
-from sonicmoe.jit.errors import CompileForbiddenError
+from sonicmoe.jit.errors import CompileError, CompileForbiddenError
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.triton_variant import TritonVariant
 from sonicmoe.jit.warmup import warm_up
@@ -18,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton_sample  # noqa: E402
 from triton import language as tl  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas_version  # noqa: E402
 
 VARIANT = TritonVariant.make("scale_add", "triton_sample:scale_add_for", {"block": 256}, "sm_90a")
 
@@ -73,6 +74,44 @@ def test_cold_variant_raises_under_no_compile(launches):
         pytest.raises(CompileForbiddenError, match=r"triton_scale_add\[triton=.*arch=sm_90a\]"),
     ):
         launch(1000, block=512)
+
+
+@pytest.fixture
+def named_assembler(launches, monkeypatch, tmp_path):
+    """Name one that knows its version and assembles nothing; its path. The cache is empty."""
+
+    def name(*parts):
+        path = tmp_path.joinpath(*parts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "release 99.9,"\n')
+        path.chmod(0o755)
+        monkeypatch.setenv("TRITON_PTXAS_PATH", str(path))
+        get_ptxas_version.cache_clear()
+        return str(path)
+
+    with SonicMoEConfig(cache_dir=tmp_path / "empty", local_cache_dir=tmp_path).activate():
+        yield name
+    get_ptxas_version.cache_clear()
+
+
+def test_the_assembler_that_inductor_names_is_not_taken(named_assembler):
+    """Triton asks for its assembler's version once a process: after Inductor's first compile a child
+    would look for other keys than its parent, and training for others than its warm-up.
+    """
+    key = VARIANT.key()
+    path = named_assembler("torch", "bin", "ptxas")
+    assert VARIANT.key() == key
+    launch(1000)
+    assert default_cache().try_load(key) is not None
+    assert os.environ["TRITON_PTXAS_PATH"] == path and triton.knobs.nvidia.ptxas.path == path
+
+
+def test_the_assembler_that_a_user_names_is_taken(named_assembler):
+    key = VARIANT.key()
+    named_assembler("ptxas")
+    assert VARIANT.key() != key
+    with pytest.raises(CompileError):
+        VARIANT.compile(default_cache())
 
 
 def test_artefact_is_complete_and_for_the_architecture(warmed):

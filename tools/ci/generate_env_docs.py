@@ -59,7 +59,9 @@ FRAMEWORK_TEXT = f"""
 HONOURED_TEXT = """
 ## Variables of other tools
 
-Honoured where the tool behind them runs; this package never sets or overwrites them.
+Honoured where the tool behind them runs; this package never sets or overwrites them. The `ptxas`
+of a PyTorch wheel is not taken, because Inductor names it at its first compile, and a process would
+look for other kernels then than its warm-up has compiled.
 
 """
 FLEETS_TEXT = """
