@@ -103,13 +103,16 @@ def row_of(name: str, found: Any, stock: Any, tokens: int) -> str:
               show_default=True, help="Activation checkpointing.")  # fmt: skip
 @click.option("--compile", "backend", type=click.Choice(("inductor", "aot_eager", "none")),
               default="inductor", show_default=True, help="Of every block and the loss.")  # fmt: skip
+@click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True,
+              help="Of a step, whose gradients are accumulated.")  # fmt: skip
+@click.option("--balanced", is_flag=True, help="Every expert gets as many tokens.")
 @click.option("--together", is_flag=True, help="All models at once, in turns of five steps.")
 @timing.quick_option
 @timing.json_option
 def main(
     layers: int | None, counts: tuple[int, ...], length: int | None, steps: int,
-    names: tuple[str, ...], expert_parallel: int | None, checkpoint: str, backend: str, together: bool,
-    quick: bool, json_file: Path | None,
+    names: tuple[str, ...], expert_parallel: int | None, checkpoint: str, backend: str,
+    micro_batches: int, balanced: bool, together: bool, quick: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Measure; the first rank prints."""
     timing.device_of(quick)
@@ -134,7 +137,8 @@ def main(
     import torchtitan_turn
 
     depth, tokens = layers or depth, length or tokens
-    job = torchtitan_turn.Job(depth, tokens, steps, size, checkpoint, backend, quick)
+    given = depth, tokens, steps, size, checkpoint, backend, quick, micro_batches, balanced
+    job = torchtitan_turn.Job(*given)
     is_first = os.environ["RANK"] == "0"
     say = click.echo if is_first else lambda _: None
     ranks, rows = int(os.environ["WORLD_SIZE"]), list[dict[str, Any]]()
@@ -146,7 +150,7 @@ def main(
             of |= torchtitan_turn.run_turns(job, group, count)
             for name in group:
                 found = of[name]
-                say(row_of(name, found, of.get("stock"), count * tokens))
+                say(row_of(name, found, of.get("stock"), count * tokens * micro_batches))
                 rows.append(
                     {"sequences": count, "experts": name, "step": found.step, **vars(found)}
                 )

@@ -7,6 +7,7 @@ Imported when it is known whether torchtitan runs on a CPU.
 from __future__ import annotations
 
 import gc
+import os
 import re
 import statistics
 import tempfile
@@ -66,6 +67,8 @@ class Job:
     checkpoint: str
     backend: str  # of torch.compile, or "none"
     quick: bool
+    micro_batches: int = 1  # of a step, whose gradients are accumulated
+    balanced: bool = False  # the router gives every expert as many tokens
 
     def config(self, experts: str, sequences: int, folder: str) -> Trainer.Config:
         """torchtitan's own job of this model, with these experts in it."""
@@ -85,6 +88,9 @@ class Job:
         config.lr_scheduler.warmup_steps = 2400
         config.optimizer.implementation = "foreach" if self.quick else "fused"  # which is CUDA's
         config.training.local_batch_size, config.training.seq_len = sequences, self.length
+        ranks = int(os.environ["WORLD_SIZE"])
+        config.training.global_batch_size = sequences * ranks * self.micro_batches
+        config.debug.moe_force_load_balance = self.balanced
         # The counts of torchtitan's all-to-all come to the host, which no CUDA graph can hold.
         config.training.disable_cuda_graphs = True
         # In the first step a rank may have to compile our kernels.
