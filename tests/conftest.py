@@ -217,6 +217,13 @@ def not_run(config: pytest.Config, skipped: Counter[str]) -> Iterator[str]:
             yield f"NOT RUN on this machine: {count} tests, {reason}"
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """What failed is said at once, because whoever ends a long run sees no summary of it."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        print(f"\n{report.nodeid}: {crash.message if crash else report.longreprtext}")
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
