@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 LAYERS = 8
 # The host's work depends on them in one thing: with few rows for the size of a weight, as in a small
@@ -19,7 +20,7 @@ def node_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Step:
     from sonicmoe.interop import torch
 
     def parameter(*shape: int) -> Any:
-        # No kernel reads the values, and drawing them took longer than counting calls.
+        # Here and below no value is drawn, which took longer than counting calls: no kernel reads one.
         weight = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
         if face != "grad":
             weight.main_grad = torch.empty(shape, dtype=torch.float32)
@@ -84,8 +85,11 @@ def moe_step(experts: int, tokens: int, is_fp8: bool) -> Step:
 
     from sonicmoe import MoE
 
-    layer = MoE(experts, TOPK, HIDDEN, INNER).to(torch.bfloat16)
+    with torch.device("meta"):
+        layer = MoE(experts, TOPK, HIDDEN, INNER).to(torch.bfloat16)
+    layer.to_empty(device="cpu")
     parameters = list(layer.parameters())
+    torch._foreach_zero_([parameter.data for parameter in parameters])  # the router's are read
     x, dout = (torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(2))
     x.requires_grad_()
 
@@ -108,7 +112,9 @@ def transformers_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Ste
 
     register()
     topk = min(TOPK, experts)
-    batch = Experts(Row("Qwen3-30B-A3B", HIDDEN, INNER, experts, topk, tokens), "cpu")
+    row = Row("Qwen3-30B-A3B", HIDDEN, INNER, experts, topk, tokens)
+    with patch("torch.randn", torch.zeros):
+        batch = Experts(row, "cpu")
     batch.train_weights(face != "frozen")
     module = batch.module("sonicmoe_fp8" if is_fp8 else "sonicmoe")
 
