@@ -19,7 +19,7 @@ from sonicmoe.ep.symmetric import SymmetricTransport
 SOURCE = host_cuda.ROOT / "sonicmoe" / "kernels" / "cuda" / "peer_rows.cu"
 TIMEOUT_S = 60.0
 # A rank that waits sleeps, because there are more ranks than cores.
-SLEEP = "{ const timespec a_moment{0, 20000}; nanosleep(&a_moment, nullptr); }"
+SLEEP = "{ const timespec a_moment{0, 200000}; nanosleep(&a_moment, nullptr); }"
 host_cuda.REWRITES = (*host_cuda.REWRITES, (r"__nanosleep\(\d+\);", SLEEP))
 
 

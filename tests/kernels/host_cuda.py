@@ -63,7 +63,7 @@ def load(name: str, sources: tuple[Path, ...], artefacts: CompileCache) -> Any:
     """The `tvm_ffi.Module` of CUDA sources and the headers beside them; streams are ignored."""
     import tvm_ffi
 
-    key = kept.key_of(name, [*sources, *_headers(sources), HEADER, Path(__file__)])
+    key = kept.key_of(name, [*sources, *_headers(sources), HEADER, Path(__file__)], REWRITES)
     found = artefacts.build(key, lambda folder: build(sources, folder / "host.so"))
     return tvm_ffi.load_module(str(found.file("host.so")))
 
