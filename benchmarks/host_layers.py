@@ -20,7 +20,8 @@ def node_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Step:
     from sonicmoe.interop import torch
 
     def parameter(*shape: int) -> Any:
-        # Here and below no value is drawn, which took longer than counting calls: no kernel reads one.
+        # No weight is drawn here and below, because no kernel reads one, and drawing them took longer
+        # than counting calls.
         weight = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
         if face != "grad":
             weight.main_grad = torch.empty(shape, dtype=torch.float32)
@@ -106,6 +107,7 @@ def transformers_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Ste
     """A step of Qwen3-MoE's experts module, whose weights are kept, or written before every
     forward; gradients in `.grad`.
     """
+    import torch
     from model_experts import Experts, Row
 
     from sonicmoe.integrations.transformers import register

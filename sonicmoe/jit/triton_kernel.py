@@ -112,12 +112,12 @@ def stored_jit(*, do_not_specialize: Sequence[str | int] = (), **options: Any) -
 
 def assembler(arch: int) -> Any:
     """The ptxas of an architecture: Triton's own, unless a user has named another one."""
+    if arch >= _BLACKWELL:
+        return knobs.nvidia.ptxas_blackwell
     # Inductor names PyTorch's one in this variable when it first compiles. Triton asks a process's
     # assembler for its version once, so keys would depend on which of the two came first, and a
     # child or a warm-up would have other keys than a training process.
     named = os.environ.get("TRITON_PTXAS_PATH", "")
-    if arch >= _BLACKWELL:
-        return knobs.nvidia.ptxas_blackwell
     if Path(named).parts[-3:] == ("torch", "bin", "ptxas"):
         return knobs.nvidia.knob_descriptors["ptxas"].transform(None)
     return knobs.nvidia.ptxas
@@ -173,8 +173,7 @@ class TritonCompile:
     def build_into(self, folder: Path) -> None:
         """Run Triton's compiler and leave all its outputs in `folder`."""
         with _cache_in(folder), knobs.nvidia.scope():
-            if self._target.arch < _BLACKWELL:
-                knobs.nvidia.ptxas = assembler(self._target.arch).path
+            knobs.nvidia.ptxas = assembler(self._target.arch).path  # Blackwell's is another knob
             triton.compile(
                 self._source,
                 target=self._target,
