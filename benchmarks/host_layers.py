@@ -20,8 +20,8 @@ def node_step(experts: int, tokens: int, is_fp8: bool, face: str) -> Step:
     from sonicmoe.interop import torch
 
     def parameter(*shape: int) -> Any:
-        # No weight is drawn here and below, because no kernel reads one, and drawing them took longer
-        # than counting calls.
+        # No weights are drawn, here and below, because no kernel reads them, and drawing them took
+        # longer than counting calls.
         weight = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
         if face != "grad":
             weight.main_grad = torch.empty(shape, dtype=torch.float32)
@@ -90,7 +90,8 @@ def moe_step(experts: int, tokens: int, is_fp8: bool) -> Step:
         layer = MoE(experts, TOPK, HIDDEN, INNER).to(torch.bfloat16)
     layer.to_empty(device="cpu")
     parameters = list(layer.parameters())
-    torch._foreach_zero_([parameter.data for parameter in parameters])  # the router's are read
+    for parameter in parameters:
+        parameter.data.zero_()  # the router's is read
     x, dout = (torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(2))
     x.requires_grad_()
 

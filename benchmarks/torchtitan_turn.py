@@ -67,8 +67,8 @@ class Job:
     checkpoint: str
     backend: str  # of torch.compile, or "none"
     quick: bool
-    micro_batches: int = 1  # of a step, whose gradients are accumulated
-    balanced: bool = False  # the router gives every expert as many tokens
+    micro_batches: int  # of a step, whose gradients are accumulated
+    balanced: bool  # the router gives every expert as many tokens
 
     def config(self, experts: str, sequences: int, folder: str) -> Trainer.Config:
         """torchtitan's own job of this model, with these experts in it."""

@@ -218,7 +218,7 @@ def not_run(config: pytest.Config, skipped: Counter[str]) -> Iterator[str]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """What failed is said at once, because whoever ends a long run sees no summary of it."""
+    """Print each failure at once, because a run that is ended early prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         crash = getattr(report.longrepr, "reprcrash", None)
         print(f"\n{report.nodeid}: {crash.message if crash else report.longreprtext}")

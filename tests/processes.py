@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
+from sonicmoe.jit.child import search_path
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 
@@ -37,10 +39,10 @@ def run(
 
 
 def of_checkout(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` in the checkout, whose packages and test helpers it can import, and whatever
-    this process can, with the caller's environment and these variables.
+    """`python ARGUMENTS` in the checkout, with the caller's environment and these variables. It can
+    import the checkout's packages and test helpers, and all that this process can.
     """
-    path = os.pathsep.join((str(ROOT), str(TESTS), *filter(None, sys.path)))
+    path = os.pathsep.join((str(ROOT), str(TESTS), search_path()))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     return run(arguments, env, ROOT, timeout=600)
 

@@ -186,7 +186,7 @@ def test_a_recipe(name: str, tmp_path: Path) -> None:
     options = ("-m", "pytest", "-p", "no:cacheprovider", "-rpfE", "-k", asked)
     done = python(tree, *options, *files)
     ends = re.findall(r"^(PASSED|FAILED|ERROR) (\S+)::(.*)", done.stdout, flags=re.M)
-    # The page that lists such things has to change, and the tests of it say so; nothing else fails.
+    # The tests of the page fail, because it has to list the new thing, and no other test does.
     for_page = [(end, path == recipe.page and recipe.follows in name) for end, path, name in ends]
     assert set(for_page) == {("FAILED", True), *([("PASSED", False)] if recipe.tests else [])}, (
         done.stdout + done.stderr

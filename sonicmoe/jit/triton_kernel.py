@@ -9,7 +9,6 @@ finds.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler.compiler import (
     ASTSource,
     CompiledKernel,
@@ -37,7 +37,6 @@ from .manifest import Artefact
 
 _SCOPE = threading.Lock()  # one compile at a time swaps Triton's cache manager, a global of Triton
 _WARP_SIZE = 32
-_BLACKWELL = 100  # from this architecture on Triton has an assembler of its own
 
 
 class StoredJITFunction(JITFunction[Any]):
@@ -112,19 +111,17 @@ def stored_jit(*, do_not_specialize: Sequence[str | int] = (), **options: Any) -
 
 def assembler(arch: int) -> Any:
     """The ptxas of an architecture: Triton's own, unless a user has named another one."""
-    if arch >= _BLACKWELL:
-        return knobs.nvidia.ptxas_blackwell
-    # Inductor names PyTorch's one in this variable when it first compiles. Triton asks a process's
+    # Inductor sets TRITON_PTXAS_PATH to PyTorch's one when it first compiles. Triton asks a process's
     # assembler for its version once, so keys would depend on which of the two came first, and a
     # child or a warm-up would have other keys than a training process.
-    named = os.environ.get("TRITON_PTXAS_PATH", "")
-    if Path(named).parts[-3:] == ("torch", "bin", "ptxas"):
+    found = get_ptxas(arch)
+    if Path(found.path).parts[-3:] == ("torch", "bin", "ptxas"):
         return knobs.nvidia.knob_descriptors["ptxas"].transform(None)
-    return knobs.nvidia.ptxas
+    return found
 
 
 class _Assembled:
-    """What Triton's keys ask of a backend."""
+    """The part of a backend that Triton's keys ask for: its architecture, and who assembles for it."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
@@ -173,7 +170,8 @@ class TritonCompile:
     def build_into(self, folder: Path) -> None:
         """Run Triton's compiler and leave all its outputs in `folder`."""
         with _cache_in(folder), knobs.nvidia.scope():
-            knobs.nvidia.ptxas = assembler(self._target.arch).path  # Blackwell's is another knob
+            # Triton reads this knob for every architecture before Blackwell.
+            knobs.nvidia.ptxas = assembler(self._target.arch).path
             triton.compile(
                 self._source,
                 target=self._target,

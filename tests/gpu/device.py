@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from worlds import start_world
 
 from sonicmoe.jit import no_compile
+from sonicmoe.jit.child import search_path
 from sonicmoe.jit_warmup import warmup_jit
 
 DEVICE = "cuda"
@@ -61,7 +61,7 @@ def captured(call, before=lambda: None):
 def start_two_ranks(worker, *arguments, **variables):
     """`worker RANK ARGUMENTS` twice, for `worlds.finish`."""
     # Packages may come from a path that only this process's `sys.path` knows.
-    variables = {"PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    variables = {"PYTHONPATH": search_path(), **variables}
     return start_world(lambda rank: [worker, rank, *arguments], [variables] * 2)
 
 

@@ -5,7 +5,6 @@ its whole contract, bit for bit.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 
 import processes
@@ -31,6 +30,7 @@ from sonicmoe import SonicMoEConfig
 from sonicmoe.engine.compile_plan import plan
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.jit import no_compile
+from sonicmoe.jit.child import search_path
 from sonicmoe.jit.plan import ModelSpec
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +75,7 @@ class TestHopperEngine(EngineContract):
             "from gpu.engine_cases import FP8, digest; from sonicmoe.engine.hopper import "
             "HopperEngine; print(digest(HopperEngine(), FP8))"
         )
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), search_path()])
         done = processes.run(["-c", code], os.environ | {"PYTHONPATH": path}, ROOT, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stdout.split()[-1] == digest(OURS, FP8)

@@ -13,6 +13,8 @@ import pytest
 from gpu import hopper_step
 from gpu.device import compiled_beforehand
 
+from sonicmoe.jit.child import search_path
+
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 pytestmark = [
@@ -45,7 +47,10 @@ def test_one_step(tool):
     env = (
         os.environ
         | variables
-        | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "SONIC_MOE_FORBID_COMPILE": "1"}
+        | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), search_path()]),
+            "SONIC_MOE_FORBID_COMPILE": "1",
+        }
     )
     command = [SANITIZER, "--tool", tool, *options, sys.executable, hopper_step.__file__]
     done = subprocess.run(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import zipfile
 
 import processes
 import pytest
 
 from sonicmoe.jit.cache import default_cache
+from sonicmoe.jit.child import search_path
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def test_it_computes_without_a_compiler(tmp_path):
     (wheel,) = (tmp_path / "out").glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     # The checkout is behind the wheel, and what the wheel needs may lie beside Python's own packages.
-    path = os.pathsep.join((str(tmp_path / "site"), *filter(None, sys.path)))
+    path = os.pathsep.join((str(tmp_path / "site"), search_path()))
     env = {**os.environ, "PYTHONPATH": path, "SONIC_MOE_FORBID_COMPILE": "1"}
     env["SONIC_MOE_CACHE_DIR"] = env["SONIC_MOE_LOCAL_CACHE_DIR"] = str(tmp_path / "none")
     done = processes.run(("-c", PROGRAM), env, tmp_path, timeout=120)

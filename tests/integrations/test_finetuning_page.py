@@ -123,7 +123,8 @@ def test_several_ranks_train_as_one_process(tmp_path: Path, alone: list[str]) ->
     folder = {"TMPDIR": str(tmp_path)}
     variables = [{**each, **folder} for each in torchrun_variables(2)]
     adapters = f"{IN_TURN.with_name('adapters_on_ranks.py')} %s {tmp_path / 'store'}"
-    # Ranks of one import would hang now and then: `forked` says where models under DDP do.
+    # Each rank has an interpreter of its own, because forked ranks hang now and then where a model under
+    # DDP goes after its process group (`forked.py`).
     outputs = run_world(lambda rank: [IN_TURN, *lines, adapters % rank], variables)
     (first, *rest), (second, *others) = (out.split("\f") for out in outputs)
     assert rest == others == ["as one process\n", "as one process\n", "equal\n", ""]

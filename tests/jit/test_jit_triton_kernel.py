@@ -78,7 +78,9 @@ def test_cold_variant_raises_under_no_compile(launches):
 
 @pytest.fixture
 def named_assembler(launches, monkeypatch, tmp_path):
-    """Name one that knows its version and assembles nothing; its path. The cache is empty."""
+    """A function that has TRITON_PTXAS_PATH name an assembler, and returns its path. The assembler
+    knows its version and assembles nothing. The cache is empty.
+    """
 
     def name(*parts):
         path = tmp_path.joinpath(*parts)
@@ -95,8 +97,8 @@ def named_assembler(launches, monkeypatch, tmp_path):
 
 
 def test_the_assembler_that_inductor_names_is_not_taken(named_assembler):
-    """Triton asks for its assembler's version once a process: after Inductor's first compile a child
-    would look for other keys than its parent, and training for others than its warm-up.
+    """A child would look for other keys than its parent, and training for others than its warm-up,
+    because Triton asks for its assembler's version once a process.
     """
     key = VARIANT.key()
     path = named_assembler("torch", "bin", "ptxas")

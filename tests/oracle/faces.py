@@ -708,7 +708,7 @@ SIZES_ON_A_GPU = (
 # Tiles end inside of H and of I, many experts, and an I at which tokens are gathered before the GEMMs:
 # of BF16's GEMMs, which take any multiple of 8.
 OF_NO_TILE = ((300, 264, 200, 4, 2), (400, 128, 136, 40, 4), (20, 72, 8200, 2, 2))
-# Triton compiles a kernel for each H and I, at seconds each.
+# Three pairs of H and I, because Triton compiles every kernel anew for each pair, which takes seconds.
 SIZES_OF_TRITON = (
     *((300, 256, 128, 8, 2), (37, 256, 128, 4, 3), (257, 264, 200, 5, 2), (1, 256, 128, 8, 4)),
     *((0, 256, 128, 4, 2), (700, 256, 128, 6, 3), (400, 264, 200, 40, 4), (20, 72, 8200, 2, 2)),
@@ -789,11 +789,14 @@ def _of_sizes(case: Case, engine: str) -> dict[str, Any]:
     many, some = AXES["sizes"][2], AXES["sizes"][1]
     sizes = case.sizes
     if engine != "reference":
-        of_a_gpu = SIZES_ON_A_GPU if case.fp8 else SIZES_ON_A_GPU + OF_NO_TILE
-        of_a_gpu = SIZES_OF_TRITON if engine == "triton" else of_a_gpu
-        known = SIZES_ON_HOST if engine.endswith(ON_HOST) else of_a_gpu
+        if engine.endswith(ON_HOST):
+            known = SIZES_ON_HOST
+        elif engine == "triton":
+            known = SIZES_OF_TRITON
+        else:
+            known = SIZES_ON_A_GPU if case.fp8 else SIZES_ON_A_GPU + OF_NO_TILE
         many, some, *_ = known
-        if sizes[1] % 16 or sizes[2] % 64 or known is SIZES_OF_TRITON:
+        if sizes[1] % 16 or sizes[2] % 64 or engine == "triton":
             sizes = known[case.seed % len(known)]
     if case.scene == "w1 unit":
         sizes, changes["routing"] = many, "full"
