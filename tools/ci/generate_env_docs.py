@@ -59,9 +59,9 @@ FRAMEWORK_TEXT = f"""
 HONOURED_TEXT = """
 ## Variables of other tools
 
-Honoured where the tool behind them runs; this package never sets or overwrites them. The `ptxas`
-of a PyTorch wheel is not taken, because Inductor names it at its first compile, and a process would
-look for other kernels then than its warm-up has compiled.
+The tools behind them read these variables, and this package leaves them as they are. It passes
+over the `ptxas` of a PyTorch wheel, because Inductor sets `TRITON_PTXAS_PATH` to that when it first
+compiles, and a process would look for other kernels than its warm-up has made.
 
 """
 FLEETS_TEXT = """
