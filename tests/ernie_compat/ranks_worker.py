@@ -1,21 +1,28 @@
-"""One rank of a training world: runs the scenarios named on the command line and leaves what it saw
-in `<out>/<scenario>/`.
+"""The ranks of a training world, children of one process: they run every scenario and leave what they
+saw in `<out>/<scenario>/`. The exit code of each is printed.
 
-Arguments: framework, text, directory, then `scenario=port` for each scenario in turn.
+Arguments: text, directory, the variables of the ranks, the ports of the scenarios.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
-from small_run import run_config
+from forked import run_ranks
+from small_run import SIZE_OPTIONS, run_config
 
+from ernie_compat import torch_backend
 from ernie_compat.checkpoint import SavedRun, save_checkpoint
 from ernie_compat.corpus import load_corpus
+from ernie_compat.progress import TrainingDisplay
 from ernie_compat.ranks import read_launch
-from ernie_compat.trainer import MAIN, Trainer, backend
+from ernie_compat.train_command import train
+from ernie_compat.trainer import MAIN, Trainer
 
 # name: (precision, micro-batches, stop after, resume from another run's checkpoint)
 SCENARIOS = {
@@ -26,44 +33,64 @@ SCENARIOS = {
     "half": ("fp32", 1, 3, False),
     "resumed": ("fp32", 1, 6, True),
 }
+# Runs of the command without end, which one rank leaves in step 4. The last of them loses the first
+# rank, which holds the store of the world; tests/ep/test_ep_lost_ranks.py kills the last.
+SIGNALS = {"interrupted": (1, signal.SIGINT), "killed": (0, signal.SIGKILL)}
 BATCH = 8
 
 
-def scenario_config(name, framework="torch"):
-    """The run's settings, on any number of ranks."""
-    precision, micro_batches, _, _ = SCENARIOS[name]
-    return run_config(
-        framework=framework,
-        precision=precision,
-        train={"batch_size": BATCH, "micro_batches": micro_batches},
-    )
-
-
-def run_scenario(name, framework, corpus, directory, ranks=None):
+def run_scenario(name, corpus, directory, ranks=None):
     """Train; a resumed run leaves what it has loaded."""
-    *_, stop_after, resume = SCENARIOS[name]
+    precision, micro_batches, stop_after, resume = SCENARIOS[name]
     begin = Trainer.resume if resume else Trainer.start
-    trainer = begin(scenario_config(name, framework), corpus, directory, ranks)
+    config = run_config(
+        precision=precision, train={"batch_size": BATCH, "micro_batches": micro_batches}
+    )
+    trainer = begin(config, corpus, directory, ranks)
     if resume:
-        write(directory / "loaded.npz", trainer.learners[MAIN].state(), trainer)
+        loaded = trainer.learners[MAIN].state()  # a collective
+        if trainer.writes:
+            run = SavedRun(trainer.step, trainer.config, "")
+            save_checkpoint(directory / "loaded.npz", run, loaded)
     trainer.train(should_stop=lambda: trainer.step >= stop_after)
     return trainer
 
 
-def write(path, arrays, trainer):
-    if trainer.writes:
-        save_checkpoint(path, SavedRun(trainer.step, trainer.config, ""), arrays)
+def run_command(name, text, directory, rank):
+    """`sonicmoe train`, of which one rank gets a signal. Leaves the exit code of each."""
+    update, (victim, number) = TrainingDisplay.update, SIGNALS[name]
+
+    def and_then(display, record):
+        update(display, record)
+        if record.step == 4 and rank == victim:
+            os.kill(os.getpid(), number)
+
+    options = ["--framework", "torch", "--steps", "100000", "--checkpoint-every", "3"]
+    options += [*SIZE_OPTIONS, "--data", text, "--out", str(directory)]
+    try:
+        with mock.patch.object(TrainingDisplay, "update", and_then):
+            train.main(options)
+    except SystemExit as end:
+        (directory / f"{rank}.code").write_text(str(end.code))
 
 
-def main(framework, text, directory, scenarios):
+def run_rank(rank, text, directory, variables, ports):
     corpus = load_corpus([text])
-    for scenario in scenarios:
-        name, _, port = scenario.partition("=")
-        os.environ["MASTER_PORT"] = port
-        ranks = backend(framework).JoinedRanks(read_launch(), 1024)
-        run_scenario(name, framework, corpus, directory / name, ranks)
+    os.environ.update(variables[rank])
+    for name in SCENARIOS:
+        os.environ["MASTER_PORT"] = ports[name]
+        ranks = torch_backend.JoinedRanks(read_launch(), 1024)
+        run_scenario(name, corpus, directory / name, ranks)
         ranks.close()
+    for name in SIGNALS:
+        os.environ["MASTER_PORT"] = ports[name]
+        run_command(name, text, directory / name, rank)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
+    text, directory, variables, ports = (
+        sys.argv[1],
+        Path(sys.argv[2]),
+        *map(json.loads, sys.argv[3:]),
+    )
+    print(run_ranks(len(variables), lambda rank: run_rank(rank, text, directory, variables, ports)))

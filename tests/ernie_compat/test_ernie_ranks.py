@@ -6,25 +6,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import processes
 import pytest
-from ranks_worker import BATCH, SCENARIOS, run_scenario
+from ranks_worker import BATCH, SCENARIOS, SIGNALS, run_scenario
 from small_run import SIZE_OPTIONS
-from worlds import (
-    ROOT,
-    TESTS,
-    environment,
-    finish,
-    free_ports,
-    run_forked,
-    start_world,
-    torchrun_variables,
-)
+from worlds import ROOT, TESTS, environment, finish, free_ports, start_world, torchrun_variables
 
 from ernie_compat.checkpoint import load_checkpoint
 from ernie_compat.corpus import load_corpus
@@ -38,7 +28,12 @@ WORKER = TESTS / "ernie_compat" / "ranks_worker.py"
 FIRST_STEP, LATER, GRADIENT = 2e-6, 2e-5, 5e-6
 # Beside them Paddle's libraries instead of PyTorch's, as in test_ernie_paddle.py.
 PADDLE_FIRST_STEP, PADDLE_LATER, PADDLE_GRADIENT = 1e-5, 1e-4, 1e-4
-STOP_WITHIN_S = 60
+
+
+class World(NamedTuple):
+    directory: Path
+    said: list[str]
+    codes: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +44,7 @@ def alone(text, tmp_path_factory):
     def run(name):
         if name not in made:
             made[name] = tmp_path_factory.mktemp("alone")
-            run_scenario(name, "torch", load_corpus([text]), made[name])
+            run_scenario(name, load_corpus([text]), made[name])
         return made[name]
 
     return run
@@ -57,19 +52,21 @@ def alone(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(text, alone, tmp_path_factory):
-    """Every scenario on four ranks; "resumed" continues what one process began."""
+    """The directory of every scenario on four ranks, of which "resumed" continues what one process
+    began; what they said in the end; and their exit codes.
+    """
     directory = tmp_path_factory.mktemp("world")
     for name in SCENARIOS:
         (directory / name).mkdir()
     shutil.copy(alone("half") / CHECKPOINT_NAME, directory / "resumed" / CHECKPOINT_NAME)
-    ports = zip(SCENARIOS, free_ports(len(SCENARIOS)), strict=True)
-    command = [WORKER, "torch", text, directory, *(f"{name}={port}" for name, port in ports)]
-    run_forked(
-        lambda rank: command,
-        torchrun_variables(WORLD),
-        ["ranks_worker", "ernie_compat.torch_backend"],
+    names = *SCENARIOS, *SIGNALS
+    ports = dict(zip(names, map(str, free_ports(len(names))), strict=True))
+    given = json.dumps(torchrun_variables(WORLD)), json.dumps(ports)
+    ((code, printed, said),) = finish(
+        start_world(lambda _: [WORKER, text, directory, *given], [{}])
     )
-    return directory
+    assert code == 0 and "Traceback" not in said, said
+    return World(directory, said.splitlines(), json.loads(printed))
 
 
 def arrays(path):
@@ -92,15 +89,17 @@ def assert_trained_alike(ours, theirs, first, later, norm):
 @pytest.mark.trained
 @pytest.mark.parametrize("name", ["plain", "micro"])
 def test_four_ranks_train_as_one(world, alone, name):
-    assert_trained_alike(world / name, alone(name), FIRST_STEP, LATER, GRADIENT)
-    ours, theirs = (arrays(path / CHECKPOINT_NAME) for path in (world / name, alone(name)))
+    assert_trained_alike(world.directory / name, alone(name), FIRST_STEP, LATER, GRADIENT)
+    ours, theirs = (
+        arrays(path / CHECKPOINT_NAME) for path in (world.directory / name, alone(name))
+    )
     assert {n: a.shape for n, a in ours.items()} == {n: a.shape for n, a in theirs.items()}
 
 
 def test_repeated_runs_are_bit_identical(world):
     names = "fp8", "fp8 again"
-    first, second = (arrays(world / name / CHECKPOINT_NAME) for name in names)
-    assert len({tuple(losses_of(world / name)) for name in names}) == 1
+    first, second = (arrays(world.directory / name / CHECKPOINT_NAME) for name in names)
+    assert len({tuple(losses_of(world.directory / name)) for name in names}) == 1
     assert [n for n in first if first[n].tobytes() != second[n].tobytes()] == [] and len(first) > 50
 
 
@@ -114,67 +113,39 @@ def assert_loaded(run, source):
 
 @pytest.mark.trained
 def test_one_process_checkpoint_resumes_on_four_ranks(world, alone):
-    assert_loaded(world / "resumed", alone("half"))
-    continued = losses_of(world / "resumed")
+    assert_loaded(world.directory / "resumed", alone("half"))
+    continued = losses_of(world.directory / "resumed")
     assert continued[-3:] == pytest.approx(losses_of(alone("plain"))[3:], rel=LATER)
 
 
 @pytest.mark.trained
 def test_four_ranks_checkpoint_resumes_in_one_process(world, alone, text, tmp_path):
-    shutil.copy(world / "half" / CHECKPOINT_NAME, tmp_path / CHECKPOINT_NAME)
-    trainer = run_scenario("resumed", "torch", load_corpus([text]), tmp_path)
-    assert_loaded(tmp_path, world / "half")
+    shutil.copy(world.directory / "half" / CHECKPOINT_NAME, tmp_path / CHECKPOINT_NAME)
+    trainer = run_scenario("resumed", load_corpus([text]), tmp_path)
+    assert_loaded(tmp_path, world.directory / "half")
     continued = [record.loss for record in trainer.records]
     assert continued[-3:] == pytest.approx(losses_of(alone("plain"))[3:], rel=LATER)
 
 
-def wait_for(condition, seconds, processes):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        assert all(process.poll() is None for process in processes), [
-            p.communicate()[1] for p in processes
-        ]
-        time.sleep(0.05)
+def test_a_killed_rank_stops_the_others_with_one_line(world):
+    assert world.codes == [-9, 1, 1, 1]
+    said = [line for line in world.said if line.startswith("sonicmoe train:")]
+    for rank in (1, 2, 3):
+        (line,) = [line for line in said if f"train: rank {rank} of 4 lost another" in line]
+        assert line.endswith("start all ranks again from the last checkpoint")
+    assert len(said) == 3
+    header, saved = load_checkpoint(world.directory / "killed" / CHECKPOINT_NAME)
+    assert header.step == 3 and all(np.isfinite(array).all() for array in saved.values())
 
 
-@pytest.fixture
-def endless(text, tmp_path):
-    """Two ranks of a run without end behind their first checkpoint; none is left behind."""
-    options = ["--framework", "torch", "--steps", "100000", "--checkpoint-every", "3"]
-    options += [*SIZE_OPTIONS, "--data", str(text), "--out", str(tmp_path)]
-    command = ["-m", "ernie_compat.train_command", *options]
-    processes = start_world(lambda rank: command, torchrun_variables(2))
-    try:
-        wait_for((tmp_path / CHECKPOINT_NAME).exists, 120, processes)
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def test_a_killed_rank_stops_the_others_with_one_line(endless, tmp_path):
-    """The first rank, which holds the store of the world; tests/ep/test_ep_lost_ranks.py kills the last."""
-    victim, survivor = 0, 1
-    endless[victim].kill()
-    started = time.monotonic()
-    results = finish(endless, STOP_WITHIN_S)
-    assert time.monotonic() - started < STOP_WITHIN_S
-    code, _, err = results[survivor]
-    said = [line for line in err.splitlines() if line.startswith("sonicmoe train:")]
-    assert code == 1 and len(said) == 1 and "Traceback" not in err, err
-    assert said[0].startswith(f"sonicmoe train: rank {survivor} of 2 lost another")
-    assert said[0].endswith("start all ranks again from the last checkpoint")
-    header, saved = load_checkpoint(tmp_path / CHECKPOINT_NAME)
-    assert header.step % 3 == 0 and all(np.isfinite(array).all() for array in saved.values())
-
-
-def test_interrupted_ranks_save_one_checkpoint_together(endless, tmp_path):
-    endless[1].send_signal(signal.SIGINT)  # one rank alone: the other must not wait for it in vain
-    results = finish(endless, 120)
-    assert [code for code, _, _ in results] == [130, 130], results
-    step = load_checkpoint(tmp_path / CHECKPOINT_NAME)[0].step
-    assert f"interrupted at step {step}; checkpoint saved" in results[0][2]
+def test_interrupted_ranks_save_one_checkpoint_together(world):
+    """One rank alone gets the signal: the others must not wait for it in vain."""
+    directory = world.directory / "interrupted"
+    assert [path.read_text() for path in directory.glob("*.code")] == ["130"] * WORLD
+    assert load_checkpoint(directory / CHECKPOINT_NAME)[0].step == 4
+    assert (
+        len([line for line in world.said if "interrupted at step 4; checkpoint saved" in line]) == 1
+    )
 
 
 def launch(*command, **variables):
