@@ -1,8 +1,5 @@
 """What the README's snippets assume is there: ERNIE's, Fleet's, PaddleFormers' and Paddle's objects
-by their real names, small.
-
-Runs under Paddle, in a process of its own. `Model` stands for a model whose single MoE layer is a
-node.
+by their real names, small. Runs under Paddle, in a process of its own.
 """
 
 from __future__ import annotations
@@ -30,11 +27,9 @@ class MOELayer(paddle.nn.Layer):
     what was delivered.
     """
 
-    def __init__(
-        self, gate, experts, layer_idx, shared_experts=None, group=None, recompute=False, k=2
-    ):
+    def __init__(self, gate, experts, layer_idx, k=2):
         super().__init__()
-        self.gate, self.layer_idx, self.group, self.k = gate, layer_idx, group, k
+        self.gate, self.layer_idx, self.k = gate, layer_idx, k
         self.experts = paddle.nn.LayerList(experts)
         self.token_dispatcher = SimpleNamespace(_comm_manager=SimpleNamespace())
 
@@ -53,17 +48,11 @@ class MOELayer(paddle.nn.Layer):
 
 
 class TrainerCallback:
-    """PaddleFormers' callback events around the optimizer."""
-
-    def on_optimizer_begin(self, args, state, control, **kwargs):
-        pass
-
-    def on_optimizer_end(self, args, state, control, **kwargs):
-        pass
+    """PaddleFormers' base of callbacks."""
 
 
-class Model(paddle.nn.Layer):
-    """Routes tokens, runs the node, squares."""
+class Layer(paddle.nn.Layer):
+    """Runs the node on routed tokens, squares."""
 
     def __init__(self, node, experts):
         super().__init__()
@@ -74,82 +63,35 @@ class Model(paddle.nn.Layer):
         return self.node(x, None, indices, probs).square().mean()
 
 
-class Trainer:
-    """PaddleFormers' order: backwards, reduction and scaling, on_optimizer_begin, optimizer,
-    on_optimizer_end.
-    """
-
-    def __init__(self, model, optimizer, reduce):
-        self.model, self.optimizer, self.reduce, self.callbacks = model, optimizer, reduce, []
-
-    def add_callback(self, callback):
-        self.callbacks.append(callback)
-
-    def train(self, micro_batches):
-        for batch in micro_batches:
-            self.model(batch).backward()
-        self.reduce()
-        for callback in self.callbacks:
-            callback.on_optimizer_begin(None, None, None, scaler=None)
-        self.optimizer.step()
-        self.optimizer.clear_grad()
-        for callback in self.callbacks:
-            callback.on_optimizer_end(None, None, None, scaler=None)
-
-
-class PipelineParallel(paddle.nn.Layer):
-    """Paddle's pipeline wrapper: everything in one call."""
-
-    def __init__(self, model, reduce):
-        super().__init__()
-        self.model, self.reduce = model, reduce
-
-    def train_batch(
-        self, data, optimizer, lr_scheduler=None, scaler=None, loss_fn_idx=0,
-        return_micro_batch_loss=False,
-    ):  # fmt: skip
-        losses = [self.model(batch) for batch in data]
-        for loss in losses:
-            loss.backward()
-        self.reduce()
-        optimizer.step()
-        optimizer.clear_grad()
-        return sum(float(loss) for loss in losses)
-
-
-def make_batches(count):
-    """Tokens, indices, probabilities."""
-    rng = np.random.default_rng(5)
-    made = []
-    for _ in range(count):
-        ids = np.stack([rng.permutation(EXPERTS)[:TOPK] for _ in range(TOKENS)])
-        x = rng.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
-        made.append(tuple(map(paddle.to_tensor, (x, ids, rng.random(ids.shape, np.float32)))))
-    return made
-
-
 class Rig:
-    """A model with its optimizer; counts what the reduction saw."""
+    """A model whose single MoE layer is a node, its optimizer, and PaddleFormers' order of a step."""
 
-    def __init__(self, flush="auto", main_grad=0.0, **options):
+    def __init__(self, flush="auto"):
         from sonicmoe.ernie_compat import SonicMoEMlpNode
 
         paddle.seed(3)
         experts = [Expert() for _ in range(EXPERTS)]
-        self.node = SonicMoEMlpNode(experts, EXPERTS, HIDDEN, INTERMEDIATE, flush=flush, **options)
-        self.model = Model(self.node, experts)
+        self.node = SonicMoEMlpNode(experts, EXPERTS, HIDDEN, INTERMEDIATE, flush=flush)
+        self.model = paddle.nn.Sequential(Layer(self.node, experts))
         for parameter in self.model.parameters():
-            parameter.main_grad = (
-                None if main_grad is None else paddle.full(parameter.shape, main_grad, "float32")
-            )
+            parameter.main_grad = paddle.zeros(parameter.shape, "float32")
         self.optimizer = MixPrecisionOptimizer(
             paddle.optimizer.AdamW(1e-2, parameters=self.model.parameters())
         )
-        self.reduced = 0.0
+        self.callbacks = []
+        self.add_callback = self.callbacks.append
 
-    def reduce(self):
-        """A reduction over ranks, which must see every gradient."""
+    def train(self, micro_batches):
+        losses = [self.model(batch) for batch in micro_batches]
+        for loss in losses:
+            loss.backward()
+        # What a reduction over ranks sees here, which must be every gradient.
         self.reduced = sum(float(p.main_grad.abs().sum()) for p in self.model.parameters())
+        self.optimizer.step()
+        self.optimizer.clear_grad()
+        for callback in self.callbacks:
+            callback.on_optimizer_end(None, None, None, scaler=None)
+        return sum(map(float, losses))
 
     def weights(self):
         return [p.numpy().copy() for p in self.model.parameters()]
@@ -162,3 +104,25 @@ class Rig:
         twin.node.step()
         twin.optimizer.step()
         return twin.weights()
+
+
+class PipelineParallel(paddle.nn.Layer):
+    """Paddle's pipeline wrapper: everything in one call."""
+
+    def __init__(self, rig):
+        super().__init__()
+        self.model, self.rig = rig.model, rig
+
+    def train_batch(self, data, optimizer, lr_scheduler=None, scaler=None):
+        return self.rig.train(data)
+
+
+def make_batches(count):
+    """Tokens, indices, probabilities."""
+    rng = np.random.default_rng(5)
+    made = []
+    for _ in range(count):
+        ids = np.stack([rng.permutation(EXPERTS)[:TOPK] for _ in range(TOKENS)])
+        x = rng.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+        made.append(tuple(map(paddle.to_tensor, (x, ids, rng.random(ids.shape, np.float32)))))
+    return made

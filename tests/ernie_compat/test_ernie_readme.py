@@ -33,20 +33,19 @@ installing._device = lambda reference: "compute capability 9.0, says the test"
 """,
     "A loop of your own": """
 rig, micro_batches = Rig("auto"), make_batches(3)
-model, wanted = paddle.nn.Sequential(rig.model), rig.wanted(micro_batches)
+model, wanted = rig.model, rig.wanted(micro_batches)
 for p in model.parameters():
     del p.main_grad  # the snippet is to give it
 """,
     "PaddleFormers trainer": """
-rig = Rig("auto")
-trainer = Trainer(paddle.nn.Sequential(rig.model), rig.optimizer, rig.reduce)
+trainer = rig = Rig("auto")
 wanted = rig.wanted(micro_batches)
 """,
     "Pipeline parallel: `train_batch`": """
 rig = Rig("auto")
-optimizer, pipeline_model, data = rig.optimizer, PipelineParallel(rig.model, rig.reduce), micro_batches
+optimizer, pipeline_model, data = rig.optimizer, PipelineParallel(rig), micro_batches
 lr_scheduler = scaler = None
-wanted, stale = rig.wanted(micro_batches), rig.node(*[micro_batches[0][i] for i in (0,)], None, *micro_batches[0][1:]).numpy()
+wanted, stale = rig.wanted(micro_batches), output(rig, micro_batches)
 """,
     "A batch that is skipped": """
 rigs = Rig("auto"), Rig("step")
@@ -129,8 +128,7 @@ same(rig.weights(), wanted)
     "Pipeline parallel: `train_batch`": """
 assert rig.reduced > 0 and loss > 0 and nodes == [rig.node]
 same(rig.weights(), wanted)
-fresh = rig.node(micro_batches[0][0], None, *micro_batches[0][1:]).numpy()
-assert not np.array_equal(fresh, stale)
+assert not np.array_equal(output(rig, micro_batches), stale)
 """,
     "A batch that is skipped": """
 for each in rigs:
@@ -153,11 +151,10 @@ micro_batches = good
 exec(LOSS_SCALING)
 assert not found_inf and not np.array_equal(rig.weights()[0], before[0])
 model = rig.model
-wanted = fresh = rig.node(good[0][0], None, *good[0][1:]).numpy()
+fresh = output(rig, good)
 """,
     "After loading weights": """
-after = rig.node(micro_batches[0][0], None, *micro_batches[0][1:]).numpy()
-assert not np.array_equal(fresh, after)
+assert not np.array_equal(output(rig, micro_batches), fresh)
 """,
 }
 HELPERS = """
@@ -170,6 +167,9 @@ class Keep(logging.Handler):
         lines.append(record.getMessage())
 logging.getLogger("sonicmoe").addHandler(Keep())
 logging.getLogger("sonicmoe").setLevel(logging.INFO)
+def output(rig, batches):
+    x, *routed = batches[0]
+    return rig.node(x, None, *routed).numpy()
 # Both sides are the same operations in the same order, so the bits are equal on any processor.
 def same(actual, wanted):
     for a, b in zip(actual, wanted, strict=True):

@@ -24,7 +24,7 @@ from worlds import ROOT, environment
 from ernie_compat.checkpoint import load_checkpoint, read_header
 from ernie_compat.metrics import read_metrics
 from ernie_compat.model_config import node_config
-from ernie_compat.progress import InterruptGuard
+from ernie_compat.progress import InterruptGuard, TrainingDisplay
 from ernie_compat.train_command import train
 from sonicmoe.cli.main import main
 from sonicmoe.cli.screen import progress_console
@@ -90,36 +90,28 @@ def test_compare_leaves_metrics_checkpoint_and_a_summary(whole):
     assert_captured(out)
 
 
-def started(out, options, steps):
-    """A run in a process of its own, so many steps old."""
-    command = ["-m", "ernie_compat.train_command", *options, "--out", str(out)]
-    process = processes.start(command, environment(), ROOT)
-    begun, written = time.monotonic(), out / "metrics.jsonl"
-    while not (written.exists() and written.read_text().count("\n") >= steps):
-        assert process.poll() is None and time.monotonic() - begun < 300
-        time.sleep(0.002)
-    return process
-
-
 def test_interrupt_saves_exits_130_and_the_resumed_run_ends_like_an_uninterrupted_one(
-    whole, tmp_path
+    whole, tmp_path, monkeypatch
 ):
     """And captures what it was asked for at first. `test_ernie_paddle.py` resumes a run of Paddle's."""
-    out = tmp_path / "run"
-    process = started(out, [*whole.options, "--capture", "1"], steps=3)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 130, stderr
-    step = read_header(out / "checkpoint.npz").step
-    assert 3 <= step < 30
-    assert f"interrupted at step {step}; checkpoint saved" in stderr
-    assert "Traceback" not in stderr and stdout == ""
-    metrics = out / "metrics.jsonl"
-    assert [record.step for record in read_metrics(metrics)] == list(range(1, step + 1))
+    out, update = tmp_path / "run", TrainingDisplay.update
+
+    def interrupted(display, record):
+        update(display, record)
+        if record.step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingDisplay, "update", interrupted)
+        stopped = invoke(*whole.options, "--capture", "1", "--out", str(out))
+    assert stopped.exit_code == 130 and stopped.stdout == "", stopped.output
+    assert "interrupted at step 3; checkpoint saved" in stopped.stderr
+    assert read_header(out / "checkpoint.npz").step == 3
+    assert [record.step for record in read_metrics(out / "metrics.jsonl")] == [1, 2, 3]
 
     resumed = invoke("--resume", "--out", str(out))
     assert resumed.exit_code == 0, resumed.stderr
-    assert f"resuming after step {step}" in resumed.stderr
+    assert "resuming after step 3" in resumed.stderr
     ends = [load_checkpoint(path / "checkpoint.npz")[1] for path in (out, whole.out)]
     assert {name: array.tobytes() for name, array in ends[0].items()} == {
         name: array.tobytes() for name, array in ends[1].items()
@@ -303,13 +295,19 @@ def test_tensors_that_were_not_captured_are_an_exit_code(run, monkeypatch):
 
 def test_a_kill_leaves_a_run_that_continues(text, tmp_path):
     out = tmp_path / "run"
-    options = ["--framework", "torch", "--precision", "bf16", *SIZE_OPTIONS, "--data", str(text)]
-    process = started(out, [*options, "--steps", "100000", "--checkpoint-every", "2"], steps=5)
+    command = ["-m", "ernie_compat.train_command", "--framework", "torch", "--precision", "bf16"]
+    command += [*SIZE_OPTIONS, "--data", text, "--out", out]
+    command += ["--steps", "100000", "--checkpoint-every", "2"]
+    process = processes.start(command, environment(), ROOT)
+    begun, written = time.monotonic(), out / "metrics.jsonl"
+    while not (written.exists() and written.read_text().count("\n") >= 5):
+        assert process.poll() is None and time.monotonic() - begun < 300
+        time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=120)
     step = load_checkpoint(out / "checkpoint.npz")[0].step
     # The metrics are ahead of the checkpoint, or as far; never behind.
-    done = [record.step for record in read_metrics(out / "metrics.jsonl")]
+    done = [record.step for record in read_metrics(written)]
     assert step >= 4 and done[:step] == list(range(1, step + 1))
     again = invoke("--resume", "--steps", str(step + 1), "--out", str(out))
     assert again.exit_code == 0 and read_header(out / "checkpoint.npz").step == step + 1
