@@ -49,12 +49,3 @@ def tasks():
     set_wgrad_deferral_hook(lambda _point, _weight, run: taken.append(run) or True)
     yield taken
     set_wgrad_deferral_hook(None)
-
-
-@pytest.fixture(scope="module")
-def fleet():
-    """The double's `paddlefleet`, with this package as its engine."""
-    import double_cases
-
-    with double_cases.engine() as modules:
-        yield modules

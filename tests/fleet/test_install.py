@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from fleet import small_fleet
+from fleet import double
 from framework import IS_PADDLE
 
 from sonicmoe.ernie_compat import fleet
@@ -17,15 +18,14 @@ from sonicmoe.fleet import install as installer
 from sonicmoe.fleet.quantizer import quantize_activation_blockscaled_fast
 from sonicmoe.fleet.symbols import MOUNT, SYMBOLS
 
+READER = "paddlefleet.transformer.moe.fused_a2a"
 needs_paddle = pytest.mark.skipif(not IS_PADDLE, reason="PaddleFleet runs under Paddle")
 
 
-@pytest.fixture(params=["eager", "lazy"])
+@pytest.fixture(params=double.SOURCES)
 def loader(request, tmp_path):
     """`paddlefleet_ops` with one of its loaders."""
-    reader = small_fleet.ASKS_AT_IMPORT if request.param == "eager" else small_fleet.ASKS_LATER
-    small_fleet.write(tmp_path, small_fleet.SOURCES[request.param], reader)
-    with small_fleet.importable(tmp_path):
+    with double.importable(tmp_path, double.SOURCES[request.param]):
         yield request.param
         fleet.uninstall()
 
@@ -38,13 +38,8 @@ def ops(loader):
 @pytest.fixture
 def other_ops(tmp_path):
     """`paddlefleet_ops` of a given source."""
-    with small_fleet.importable(tmp_path):
-
-        def make(source, reader=small_fleet.ASKS_AT_IMPORT):
-            small_fleet.write(tmp_path, source, reader)
-            importlib.invalidate_caches()
-
-        yield make
+    with ExitStack() as stack:
+        yield lambda source: stack.enter_context(double.importable(tmp_path, source))
         fleet.uninstall()
 
 
@@ -90,7 +85,7 @@ class TestMounting:
 
     def test_fleet_imported_afterwards_has_the_engine(self, loader):
         install()
-        reader = importlib.import_module(small_fleet.READER)
+        reader = importlib.import_module(READER)
         if loader == "lazy":
             reader._load_sonic_symbols()
         found = reader.quantize_activation_blockscaled_fast
@@ -150,10 +145,10 @@ class TestTakingBack:
 
     def test_names_the_modules_that_keep_the_engine(self, loader):
         install()
-        assert small_fleet.READER not in fleet.uninstall()
+        assert READER not in fleet.uninstall()
         install()
-        importlib.import_module(small_fleet.READER)
-        assert small_fleet.READER in fleet.uninstall()
+        importlib.import_module(READER)
+        assert READER in fleet.uninstall()
 
     @pytest.mark.parametrize("step", ["mounted_modules", "_mount", "_open_gates", "_verify"])
     def test_a_failure_changes_nothing(self, ops, step, monkeypatch):
@@ -203,13 +198,13 @@ class TestRefusals:
             ("", UNKNOWN),
             ("def is_sonic_moe_available(): return False", UNKNOWN),
             ("blocked_import_messages = {}", UNKNOWN),
-            (small_fleet.EAGER + "\nsonicmoe = sys", "another engine is imported"),
+            (double.EAGER + "\nsonicmoe = sys", "another engine is imported"),
             (
-                small_fleet.LAZY.replace("_AVAILABLE = False", "_AVAILABLE = True"),
+                double.SOURCES["lazy"].replace("_AVAILABLE = False", "_AVAILABLE = True"),
                 "is True already: PaddleFleet's own engine",  # on a GPU that it runs on
             ),
             (
-                small_fleet.EAGER.replace("return _SONIC_MOE_AVAILABLE", "return False"),
+                double.EAGER.replace("return _SONIC_MOE_AVAILABLE", "return False"),
                 r"is_sonic_moe_available\(\) stays False; this version",
             ),
         ],
@@ -219,7 +214,7 @@ class TestRefusals:
         self.refused(words)
 
     def test_another_engine_under_that_name(self, other_ops, monkeypatch):
-        other_ops(small_fleet.EAGER)
+        other_ops(double.EAGER)
         monkeypatch.setitem(sys.modules, f"{MOUNT}.functional", ModuleType("other"))
         with pytest.raises(EngineUnavailableError, match="another engine is imported"):
             install()
@@ -237,9 +232,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize("kept", ["load_sonic_moe", "HAVE_SONIC_MOE"])
     def test_fleet_that_keeps_an_answer_from_before(self, other_ops, kept, monkeypatch):
-        other_ops(small_fleet.LAZY)
+        other_ops(double.SOURCES["lazy"])
         ops = importlib.import_module("paddlefleet_ops")
-        module = ModuleType("paddlefleet.transformer.moe.fused_a2a")
+        module = ModuleType(READER)
         setattr(module, kept, getattr(ops, kept) if kept == "load_sonic_moe" else False)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         self.refused("fused_a2a imported already")

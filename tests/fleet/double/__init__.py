@@ -1,27 +1,61 @@
 """PaddleFleet's side of Sonic MoE, written from its contract, in real Paddle on the CPU.
 
     site/           `paddlefleet`: configuration, dispatch and combine, experts, layer, callback
-    deep_ep.py      DeepEP's buffer over gloo
+    deep_ep.py      DeepEP's buffer on one rank
     optimizer.py    masters, fused buffers, storage that is given up
     reference.py    experts in plain Paddle
     model.py        a small language model with one such layer, and its trainer
 
-`load()` imports the first and `paddlefleet_ops` with either loader (`small_fleet.py`) under their
-real names, and takes them away again.
+`importable()` has the first and `paddlefleet_ops` with either loader be imported under their real
+names, and takes them away again.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-
-from fleet import small_fleet
 
 HERE = Path(__file__).parent
+# As an importer that found no GPU of compute capability 10.
+EAGER = """
+__version__ = "0.3"
+_SONIC_MOE_AVAILABLE = False
+blocked_import_messages = {
+    "paddlefleet_ops.flash_mask": "flash_mask not supported",
+    "paddlefleet_ops.sonicmoe": "sonicmoe not supported: Blackwell required",
+}
+
+
+def is_sonic_moe_available():
+    return _SONIC_MOE_AVAILABLE
+
+
+class Blocker:
+    def __init__(self, error_messages):
+        self.error_messages = error_messages
+
+    def find_spec(self, fullname, path, target=None):
+        for name, message in self.error_messages.items():
+            if fullname == name or fullname.startswith(name + "."):
+                raise RuntimeError(message)
+
+
+def __getattr__(name):
+    if f"paddlefleet_ops.{name}" in blocked_import_messages:
+        raise RuntimeError(blocked_import_messages[f"paddlefleet_ops.{name}"])
+    raise AttributeError(name)
+
+
+sys.meta_path.insert(0, Blocker(blocked_import_messages))
+"""
+# The engine is blocked until it is loaded; the flag says whether it can be.
+LOADER = """
+def load_sonic_moe():
+    raise RuntimeError("sonicmoe not supported: Blackwell required")
+"""
+SOURCES = {"eager": EAGER, "lazy": EAGER + LOADER}
 # What Fleet's ops do besides as they are imported: DeepEP, and one more library under Paddle's proxy,
 # which is then switched off for everybody.
 BESIDES = """
@@ -37,38 +71,31 @@ def is_deep_ep_available():
 """
 
 
-def write_ops(folder, loader="eager"):
-    """`paddlefleet_ops` as a file below `folder`, which is returned."""
+def write(folder, source=EAGER):
+    """`paddlefleet_ops` as a file below `folder`; what has to be on the path for both packages."""
     package = Path(folder, "paddlefleet_ops")
     package.mkdir()
-    (package / "__init__.py").write_text(small_fleet.SOURCES[loader] + BESIDES)
-    return str(folder)
+    (package / "__init__.py").write_text("import sys\n" + source + BESIDES)
+    return [str(folder), str(HERE / "site")]
 
 
 @contextmanager
-def load(loader="eager", install=None):
-    """The modules of `paddlefleet`, on a Hopper GPU that Fleet's own engine refuses; `install` is
-    called once `paddlefleet_ops` can be imported and before anything of `paddlefleet` is.
-    """
-    assert not small_fleet.loaded(), small_fleet.loaded()
-    before, held = sys.path[:], tempfile.TemporaryDirectory()
-    sys.path[:0] = [write_ops(held.name, loader), str(HERE / "site")]
+def importable(folder, source):
+    """Both packages, on a Hopper GPU that Fleet's own engine refuses."""
+    assert not loaded(), loaded()
+    path, finders = sys.path[:], sys.meta_path[:]
+    sys.path[:0] = write(folder, source)
     importlib.invalidate_caches()
     try:
-        if install is not None:
-            install()
-        yield SimpleNamespace(
-            ops=importlib.import_module("paddlefleet_ops"),
-            config=importlib.import_module("paddlefleet.transformer.transformer_config"),
-            fused_a2a=importlib.import_module("paddlefleet.transformer.moe.fused_a2a"),
-            expert=importlib.import_module("paddlefleet.transformer.moe.moe_expert"),
-            layer=importlib.import_module("paddlefleet.transformer.moe.moe_layer"),
-            callback=importlib.import_module("paddlefleet.trainer.trainer_callback"),
-        )
+        yield
     finally:
-        held.cleanup()
-        sys.path[:] = before
-        blocks = [one for one in sys.meta_path if type(one).__module__ == "paddlefleet_ops"]
-        sys.meta_path[:] = [one for one in sys.meta_path if one not in blocks]
-        for name in small_fleet.loaded():
+        sys.path[:], sys.meta_path[:] = path, finders
+        for name in loaded():
             del sys.modules[name]
+
+
+def loaded():
+    """The modules of both packages in this process."""
+    return {
+        name for name in sys.modules if name.split(".")[0] in ("paddlefleet", "paddlefleet_ops")
+    }

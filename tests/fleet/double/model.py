@@ -41,13 +41,10 @@ class PlainExperts(nn.Layer):
         super().__init__()
         experts, hidden = config.n_routed_experts, config.hidden_size
         inner = config.moe_intermediate_size
-        zeros = nn.initializer.Constant(0.0)
-        for name, shape in (
-            ("weight1", [experts, hidden, 2 * inner]),
-            ("weight2", [experts, inner, hidden]),
-        ):
-            made = paddle.create_parameter(shape, "bfloat16", default_initializer=zeros)
-            setattr(self, name, made)
+        zeros = {"default_initializer": nn.initializer.Constant(0.0)}
+        up, down = [experts, hidden, 2 * inner], [experts, inner, hidden]
+        self.weight1 = paddle.create_parameter(up, "bfloat16", **zeros)
+        self.weight2 = paddle.create_parameter(down, "bfloat16", **zeros)
         self.activation = reference.swiglu(config.activation_func_clamp_value or 0.0)
         if config.hidden_act == "situ":
             self.activation = reference.situ(
@@ -97,11 +94,9 @@ def initialise(model):
     """Values by parameter name and not by order of creation."""
     with paddle.no_grad():
         for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
+            embeds = name in ("here", "before")
+            scale = 1.0 if embeds else int(parameter.shape[-2]) ** -0.5
             rng = np.random.default_rng([0, number])
-            fan = {"weight1": -2, "weight2": -2, "here": None, "before": None}
-            last = name.rpartition(".")[2]
-            rows = fan.get(last, 0)
-            scale = 1.0 if rows is None else int(parameter.shape[rows]) ** -0.5
             values = rng.standard_normal(parameter.shape).astype(np.float32) * scale
             paddle.assign(paddle.to_tensor(values).astype(parameter.dtype), output=parameter)
     return model
@@ -117,9 +112,9 @@ def micro_batches(step, count, tokens):
 class Trainer:
     """PaddleFormers' order of one step."""
 
-    def __init__(self, model, args, callbacks=(), lr=1e-2):
+    def __init__(self, model, args, *callbacks):
         self.model, self.args, self.callbacks = model, args, callbacks
-        self.optimizer = ShardingOptimizer(model.parameters(), lr=lr)
+        self.optimizer = ShardingOptimizer(model.parameters(), lr=1e-3)
 
     def step(self, batches):
         """The mean loss of the micro-batches."""
@@ -142,18 +137,18 @@ class Trainer:
 
 
 def one_rank():
-    return SimpleNamespace(nranks=1, rank=0)
+    return SimpleNamespace(nranks=1)
 
 
-def sonic_trainer(fleet, config, lr=1e-2):
+def sonic_trainer(fleet, config):
     """A trainer of Fleet's layer with Fleet's callback, on one rank of DeepEP."""
     moe = fleet.layer.MoELayer(config, one_rank())
     model = initialise(Model(moe, config.hidden_size))
     args = SimpleNamespace(using_sonic_moe=True, fp8=config.fp8)
-    return Trainer(model, args, [fleet.callback.SonicMoELayoutSwitchCallback()], lr=lr)
+    return Trainer(model, args, fleet.callback.SonicMoELayoutSwitchCallback())
 
 
-def plain_trainer(fleet, config, lr=1e-2):
+def plain_trainer(fleet, config):
     """The same model on plain experts; `fleet` only lends its gate."""
     model = initialise(Model(PlainMoE(config, fleet.layer.TopKRouter), config.hidden_size))
-    return Trainer(model, SimpleNamespace(using_sonic_moe=False, fp8=None), lr=lr)
+    return Trainer(model, SimpleNamespace(using_sonic_moe=False, fp8=None))

@@ -21,19 +21,15 @@ class Fused:
     """Parameters of one colour and one dtype in one buffer."""
 
     def __init__(self, parameters):
-        self.parameters, self.starts, total = parameters, [], 0
-        for parameter in parameters:
-            self.starts.append(total)
-            total += -(-int(np.prod(parameter.shape)) // ALIGNMENT) * ALIGNMENT
+        self.parameters = parameters
+        sizes = [-(-int(np.prod(p.shape)) // ALIGNMENT) * ALIGNMENT for p in parameters]
+        *starts, total = np.cumsum([0, *sizes]).tolist()
         self.storage = paddle.zeros([total], dtype=parameters[0].dtype)
         self.grad = paddle.zeros([total], dtype="float32")
         self.views = [
-            ShardingGradView(
-                p, self.storage, self.grad, start, -(-int(np.prod(p.shape)) // ALIGNMENT) * ALIGNMENT,
-                1, 0, use_main_grad=True,
-            )
-            for p, start in zip(parameters, self.starts, strict=True)
-        ]  # fmt: skip
+            ShardingGradView(p, self.storage, self.grad, start, size, 1, 0, use_main_grad=True)
+            for p, start, size in zip(parameters, starts, sizes, strict=True)
+        ]
         self.master = None
         self.moments = [paddle.zeros([total]) for _ in range(2)]
 
@@ -55,9 +51,6 @@ class Fused:
         for view in self.views:
             view._reset_param_buffer(fresh)
 
-    def write(self):
-        paddle.assign(self.master.astype(self.storage.dtype), output=self.storage)
-
 
 class ShardingOptimizer:
     """`_inner_opt._parameter_list` and `_master_weights` are what callbacks look at."""
@@ -73,7 +66,6 @@ class ShardingOptimizer:
             name = colour["color"] if isinstance(colour, dict) else None
             colours.setdefault((name, parameter.dtype), []).append(parameter)
         self.fused = {key: Fused(held) for key, held in colours.items()}
-        self.cleared = set()
         # What the engine does not write straight into `main_grad` arrives by autograd's hook.
         for parameter in parameters:
             parameter._register_grad_hook(into_main_grad(parameter))
@@ -84,7 +76,6 @@ class ShardingOptimizer:
             if name == colour:
                 self._keep_master(fused)
                 fused.free()
-        self.cleared.add(colour)
 
     def _keep_master(self, fused):
         fused.keep_master()
@@ -96,17 +87,12 @@ class ShardingOptimizer:
         for fused in self.fused.values():
             self._keep_master(fused)
             fused.restore()
-            first, second = fused.moments
-            for moment, beta, value in zip(
-                (first, second), BETAS, (fused.grad, fused.grad.square()), strict=True
-            ):
+            corrected, values = [], (fused.grad, fused.grad.square())
+            for moment, beta, value in zip(fused.moments, BETAS, values, strict=True):
                 moment.scale_(beta).add_(value * (1 - beta))
-            corrected = [
-                moment / (1 - beta**self.steps)
-                for moment, beta in zip((first, second), BETAS, strict=True)
-            ]
+                corrected.append(moment / (1 - beta**self.steps))
             fused.master.subtract_(self.lr * corrected[0] / (corrected[1].sqrt() + 1e-8))
-            fused.write()
+            paddle.assign(fused.master.astype(fused.storage.dtype), output=fused.storage)
 
     @paddle.no_grad()
     def clear_grad(self):

@@ -17,8 +17,5 @@ class TransformerConfig:
     fp8: str | None = None
     fp8_wgrad: bool = True
     fp8_weight_quant_format: str = "32x32"
-    moe_token_dispatcher_type: str = "deepep"
-    moe_use_fusion_node: bool = True
-    moe_expert_fusion: bool = True
     recompute_granularity: str | None = None
     recompute_modules: list = field(default_factory=list)

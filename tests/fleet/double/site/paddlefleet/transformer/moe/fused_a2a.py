@@ -82,11 +82,6 @@ def _record_fp8_combine_grad(pair, handle):
     return codes
 
 
-def barrier_ep(group):
-    if group.nranks > 1:
-        paddle.distributed.barrier(group)
-
-
 class DeepEPDispatch(PyLayer):
     """`(recv_x, recv_probs, states, {"scale": ...} or None)`."""
 
@@ -94,7 +89,6 @@ class DeepEPDispatch(PyLayer):
     def forward(ctx, x, token_indices, token_probs, num_experts, group, fp8_dispatch=False):
         if fp8_dispatch:
             x = _sonicmoe_quantize(x.contiguous())
-        barrier_ep(group)
         recv_x, indices, probs, counts, handle = get_buffer(group).dispatch(
             x, token_indices, token_probs, num_experts
         )
@@ -108,7 +102,6 @@ class DeepEPDispatch(PyLayer):
     @staticmethod
     def backward(ctx, grad_output, grad_token_probs):
         assert grad_output.dtype == paddle.bfloat16, "dx is bf16, whatever was dispatched"
-        barrier_ep(ctx.group)
         grad_x, grad_probs = get_buffer(ctx.group).combine(
             grad_output.contiguous(), ctx.handle, grad_token_probs.cast(paddle.float32)
         )
@@ -120,7 +113,6 @@ class DeepEPCombine(PyLayer):
 
     @staticmethod
     def forward(ctx, x, group, states, fp8_dispatch=False, combine_grad_handle=None):
-        barrier_ep(group)
         ctx.handle, ctx.group = states["handle"], group
         ctx.fp8_dispatch, ctx.combine_grad_handle = fp8_dispatch, combine_grad_handle
         return get_buffer(group).combine(x, states["handle"])[0]
@@ -129,7 +121,6 @@ class DeepEPCombine(PyLayer):
     def backward(ctx, grad_output):
         grad_output = grad_output.contiguous()
         sent = _sonicmoe_quantize(grad_output) if ctx.fp8_dispatch else grad_output
-        barrier_ep(ctx.group)
         grad_x = get_buffer(ctx.group).dispatch(sent, handle=ctx.handle)[0]
         if ctx.fp8_dispatch:
             return _record_fp8_combine_grad(grad_x, ctx.combine_grad_handle)

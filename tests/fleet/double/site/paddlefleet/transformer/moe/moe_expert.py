@@ -6,32 +6,24 @@ import paddle
 import paddlefleet_ops
 from paddle import nn
 
-from .fusion_layer_utils import run_sonic_moe
-
-_refresh_fp8_config = clear_all_fp8_weight_caches = quantize_native_fp8_weights = None
-fused_grouped_w1_to_sonic = fused_sonic_w1_to_grouped = fused_transpose_w2_layout = None
-
 
 def _load_sonic_symbols():
-    """Three groups of names, and in each the first that is missing leaves out the rest."""
+    """Names that are missing are noticed at their first use."""
     global run_sonic_moe, _refresh_fp8_config, clear_all_fp8_weight_caches
     global quantize_native_fp8_weights
     global fused_grouped_w1_to_sonic, fused_sonic_w1_to_grouped, fused_transpose_w2_layout
-    if paddlefleet_ops.is_sonic_moe_available():
-        with suppress(ImportError):
-            from paddlefleet_ops.sonicmoe import run_sonic_moe
     with suppress(ImportError, RuntimeError):
-        from paddlefleet_ops.sonicmoe.functional import (
-            _refresh_fp8_config,
-            clear_all_fp8_weight_caches,
-        )
-        from paddlefleet_ops.sonicmoe.quack_utils import quantize_native_fp8_weights
-    with suppress(ImportError, RuntimeError):
+        from paddlefleet_ops.sonicmoe import run_sonic_moe
         from paddlefleet_ops.sonicmoe.ernie_compat.weight_layout_fusion import (
             fused_grouped_w1_to_sonic,
             fused_sonic_w1_to_grouped,
             fused_transpose_w2_layout,
         )
+        from paddlefleet_ops.sonicmoe.functional import (
+            _refresh_fp8_config,
+            clear_all_fp8_weight_caches,
+        )
+        from paddlefleet_ops.sonicmoe.quack_utils import quantize_native_fp8_weights
 
 
 if not hasattr(paddlefleet_ops, "load_sonic_moe"):
@@ -43,15 +35,10 @@ class SonicMoEExpert(nn.Layer):
     and `[E, H, I]`. `weight2.main_grad` never changes its layout.
     """
 
-    def __init__(
-        self, num_local_experts, topk, config, ep_group=None, intermediate_size_per_partition=None
-    ):
+    def __init__(self, num_local_experts, topk, config):
         super().__init__()
-        self.ep_group = ep_group
         self.config, self.num_local_experts, self.K = config, num_local_experts, topk
-        inner = intermediate_size_per_partition or config.moe_intermediate_size
-        self.intermediate_size_per_partition = inner
-        hidden = config.hidden_size
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
         zeros = nn.initializer.Constant(0.0)
         for name, shape in (
             ("weight1", [num_local_experts, hidden, 2 * inner]),
@@ -75,13 +62,10 @@ class SonicMoEExpert(nn.Layer):
             betas = config.activation_situ_beta, config.activation_situ_linear_beta
             settings.situ_beta, settings.situ_linear_beta = betas
             self._activation = {"activation_type": encode_situ_activation(*betas)}
-        self._forward_counter, self._num_micro_batches, self._calls = 0, 9999, 1
+        self._forward_counter, self._num_micro_batches = 0, 9999
 
     def set_num_micro_batches(self, num_micro_batches):
         self._num_micro_batches = num_micro_batches
-
-    def set_calls_per_micro_batch(self, calls):
-        self._calls = calls
 
     def _is_sonic(self):
         w1, w2 = self.weight1.shape, self.weight2.shape
@@ -92,15 +76,18 @@ class SonicMoEExpert(nn.Layer):
 
     def convert_weights_to_sonic_layout(self):
         if not self._is_sonic():
-            self._convert(_w1_to_sonic)
+            self._convert(fused_grouped_w1_to_sonic)
 
     def convert_weights_to_grouped_layout(self):
         if self._is_sonic():
-            self._convert(_w1_to_grouped)
+            self._convert(fused_sonic_w1_to_grouped)
 
     @paddle.no_grad()
     def _convert(self, convert_w1):
-        for weight, converter in ((self.weight1, convert_w1), (self.weight2, _transpose_w2)):
+        for weight, converter in (
+            (self.weight1, convert_w1),
+            (self.weight2, fused_transpose_w2_layout),
+        ):
             if weight._is_initialized():
                 _assign(weight, converter(weight))
             else:
@@ -142,7 +129,7 @@ class SonicMoEExpert(nn.Layer):
         )
 
     def _releases(self, recompute_moe_gate_up):
-        last = self._forward_counter >= self._num_micro_batches * self._calls - 1
+        last = self._forward_counter >= self._num_micro_batches - 1
         return (
             self.config.fp8_weight_quant_format == "1x32"
             and last
@@ -195,25 +182,3 @@ def _assign(tensor, value):
     if list(tensor.shape) != list(value.shape):
         tensor.reshape_(list(value.shape))
     paddle.assign(value, output=tensor)
-
-
-def _w1_to_sonic(weight):
-    if fused_grouped_w1_to_sonic is not None:
-        return fused_grouped_w1_to_sonic(weight)
-    experts, hidden, inner = weight.shape
-    gate, up = (half.transpose([0, 2, 1]) for half in paddle.chunk(weight, 2, axis=-1))
-    return paddle.stack([gate, up], axis=2).reshape([experts, inner, hidden])
-
-
-def _w1_to_grouped(weight):
-    if fused_sonic_w1_to_grouped is not None:
-        return fused_sonic_w1_to_grouped(weight)
-    experts, _, hidden = weight.shape
-    pairs = weight.reshape([experts, -1, 2, hidden])
-    return paddle.concat([pairs[:, :, n].transpose([0, 2, 1]) for n in (0, 1)], axis=-1)
-
-
-def _transpose_w2(weight):
-    if fused_transpose_w2_layout is not None:
-        return fused_transpose_w2_layout(weight)
-    return weight.transpose([0, 2, 1])

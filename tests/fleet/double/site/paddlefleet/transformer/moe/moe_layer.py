@@ -5,7 +5,7 @@ import paddle.nn.functional as F
 import paddlefleet_ops
 from paddle import nn
 
-from . import allgather, fused_a2a, moe_expert
+from . import fused_a2a, moe_expert
 from .fused_a2a import DeepEPCombine, DeepEPDispatch
 
 
@@ -24,7 +24,7 @@ class TopKRouter(nn.Layer):
 
 
 class MoELayer(nn.Layer):
-    """`group` has `nranks` and `rank`; None computes on one card, without a dispatcher."""
+    """`group` is DeepEP's, of one rank; None computes on one card, without a dispatcher."""
 
     def __init__(self, config, group=None):
         super().__init__()
@@ -37,24 +37,14 @@ class MoELayer(nn.Layer):
                 paddlefleet_ops.load_sonic_moe()
                 moe_expert._load_sonic_symbols()
                 fused_a2a._load_sonic_symbols()
-        assert config.moe_expert_fusion and not (config.fp8 and not config.moe_use_fusion_node)
         assert not (config.hidden_act == "situ" and config.fp8 and config.fp8_wgrad)
         self.fp8_dispatch = bool(config.fp8)
         self.fp8_dispatch_bwd = self.fp8_dispatch and config.fp8_wgrad
         self.recompute_moe_gate_up = "moe_gate_up" in config.recompute_modules
-        ranks = 1 if group is None else group.nranks
-        self.shards_columns = config.moe_token_dispatcher_type in ("allgather", "ringmoe")
         self.gate = TopKRouter(config)
-        experts, inner = config.n_routed_experts, config.moe_intermediate_size
         self.grouped_gemm_experts = moe_expert.SonicMoEExpert(
-            experts if self.shards_columns else experts // ranks,
-            config.num_experts_per_tok,
-            config,
-            group,
-            inner // ranks if self.shards_columns else None,
+            config.n_routed_experts, config.num_experts_per_tok, config
         )
-        if config.moe_token_dispatcher_type == "ringmoe":
-            self.grouped_gemm_experts.set_calls_per_micro_batch(ranks)
 
     def forward(self, hidden_states):
         weights, indices = self.gate(hidden_states)
@@ -66,13 +56,6 @@ class MoELayer(nn.Layer):
                 self.config.fp8 is not None,
                 recompute_moe_gate_up=self.recompute_moe_gate_up,
             ).cast(hidden_states.dtype)
-        if self.config.moe_token_dispatcher_type == "ringmoe":
-            return self._ring(hidden_states, weights, indices)
-        if self.shards_columns:
-            return self._allgather(hidden_states, weights, indices)
-        return self._deepep(hidden_states, weights, indices)
-
-    def _deepep(self, hidden_states, weights, indices):
         recv_x, recv_probs, states, fp8_handle = DeepEPDispatch.apply(
             hidden_states, indices, weights, self.config.n_routed_experts, self.group,
             self.fp8_dispatch,
@@ -91,41 +74,3 @@ class MoELayer(nn.Layer):
         return DeepEPCombine.apply(
             out, self.group, states, fp8_dispatch=self.fp8_dispatch_bwd, combine_grad_handle=handle
         )
-
-    def _allgather(self, hidden_states, weights, indices):
-        scale = None
-        x = allgather.GatherTokens.apply(hidden_states, self.group, self.fp8_dispatch)
-        if self.fp8_dispatch:
-            x, scale = x
-        ids = allgather.all_gather(indices.detach().cast("int32"), self.group)
-        probs = allgather.GatherWeights.apply(weights, self.group)
-        handle = {} if self.fp8_dispatch_bwd else None
-        out = self.grouped_gemm_experts(
-            x,
-            ids,
-            probs,
-            self.config.fp8 is not None,
-            tokens_per_expert=allgather.count_tokens(ids, self.config.n_routed_experts),
-            fp8_scale=scale,
-            recompute_moe_gate_up=self.recompute_moe_gate_up,
-            fp8_combine_grad_handle=handle,
-        )
-        return allgather.CombineTokens.apply(out, self.group, handle)
-
-    def _ring(self, hidden_states, weights, indices):
-        """bf16 only: the experts run once for the tokens of each rank."""
-        x = allgather.GatherTokens.apply(hidden_states, self.group, False)
-        ids = allgather.all_gather(indices.detach().cast("int32"), self.group)
-        probs = allgather.GatherWeights.apply(weights, self.group)
-        share = int(hidden_states.shape[0])
-        parts = [slice(n * share, (n + 1) * share) for n in range(self.group.nranks)]
-        outs = [
-            self.grouped_gemm_experts(
-                x[part], ids[part], probs[part], False,
-                tokens_per_expert=allgather.count_tokens(ids[part], self.config.n_routed_experts),
-            )
-            for part in parts
-        ]  # fmt: skip
-        # Paddle's CPU build has no concat of bf16 with a gradient.
-        out = paddle.concat([out.astype("float32") for out in outs]).astype("bfloat16")
-        return allgather.CombineTokens.apply(out, self.group)
