@@ -8,26 +8,15 @@ import numpy as np
 import paddle
 import pytest
 from framework import numpy, tensor, torch
-from node.node_harness import FP8, Layer, assert_equal
+from node.node_harness import FP8, Layer
 
-from sonicmoe.errors import FrameworkError, LayoutError, RoutingError, ShapeError
+from sonicmoe.errors import FrameworkError, LayoutError
 from sonicmoe.interop import check_paddle_version
 
 
 @pytest.fixture
 def layer():
     return Layer(flush="step", main_grad=0.0)
-
-
-def test_a_refused_call_leaves_no_trace(layer):
-    x, counts, *routed = layer.run().arguments
-    for error, wrong in ((RoutingError, (x, [1] * 4)), (ShapeError, (x[:, :5], counts))):
-        with pytest.raises(error):
-            layer.node(*wrong, *routed)
-    layer.step()
-    fresh = Layer(flush="step", main_grad=0.0)
-    fresh.step(None, None)
-    assert_equal(layer.gradients(), fresh.gradients())
 
 
 def test_gradient_of_another_shape_is_refused_in_backward(layer):
@@ -55,21 +44,19 @@ def test_versions_of_paddle_with_and_without_the_proxy():
             check_paddle_version(text)
 
 
-WRITES = {
-    "scale_": lambda x: x.scale_(2.0),
-    "add_": lambda x: x.add_(paddle.ones_like(x)),
-    "zero_": lambda x: x.zero_(),
-    "setitem": lambda x: x.__setitem__(slice(None), 0.0),
-    "assign": lambda x: paddle.assign(paddle.ones_like(x), x),
-    "through a detached tensor": lambda x: x.detach().scale_(2.0),
-}
-
-
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.__setitem__(slice(None), 0.0),
+        lambda x: paddle.assign(paddle.ones_like(x), x),
+        lambda x: x.detach().scale_(2.0),
+    ],
+    ids=["setitem", "assign", "through a detached tensor"],
+)
 def test_tokens_that_were_written_before_backward_are_refused(layer, write):
     waiting = layer.call(x_grad=False)
     with paddle.no_grad():
-        WRITES[write](waiting.x)
+        write(waiting.x)
     with pytest.raises(Exception, match=r"x was written in place.*inplace_version was 0 and is 1"):
         waiting.backward()
     layer.node.step()

@@ -33,7 +33,12 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = NoTorch
 
 # One forward and backward of a small node against numpy.
 WORKS = """
+import sys
 import numpy as np
+
+def forget():
+    for name in [name for name in sys.modules if name.split(".")[0] == "sonicmoe"]:
+        del sys.modules[name]
 
 def node_works(paddle):
     from sonicmoe.ernie_compat import SonicMoEMlpNode
@@ -68,6 +73,28 @@ def refuses(error, words, call, *arguments):
         return
     raise AssertionError(f"not refused: {words}")
 """
+BESIDE = """
+from types import SimpleNamespace
+
+def works_beside(paddle, torch):
+    paddle.enable_compat(scope={"sonicmoe"}, silent=True)
+    node, x, indices, probs = node_works(paddle)
+    assert sys.modules["torch"] is torch and torch.Tensor is not paddle.Tensor
+    assert (torch.ones(2).requires_grad_() * 2).sum().item() == 4
+    from sonicmoe.errors import FrameworkError
+    theirs = torch.zeros(3, 8)
+    refuses(FrameworkError, ["x is a torch tensor", "Paddle"], node, theirs, [2], indices, probs)
+    refuses(FrameworkError, ["dispatched_probs is a torch tensor"], node, x, [2], indices, torch.zeros(3, 2))
+    from sonicmoe.ernie_compat import SonicMoEMlpNode
+    pair = torch.nn.Linear(8, 12, bias=False), torch.nn.Linear(6, 8, bias=False)
+    expert = SimpleNamespace(up_gate_proj=pair[0], down_proj=pair[1])
+    refuses(FrameworkError, ["experts[0].up_gate_proj.weight is a torch tensor"], SonicMoEMlpNode, [expert], 1, 8, 6)
+"""
+GLOBALLY = """
+paddle.enable_compat(scope={"quack", "triton"}, silent=True)
+paddle.enable_compat(silent=True)
+node_works(paddle)
+"""
 
 
 def python(*parts, **environment):
@@ -80,55 +107,56 @@ def python(*parts, **environment):
 
 
 @needs_torch
-@pytest.mark.parametrize("first", ["paddle", "torch"])
-def test_scoped_proxy_beside_real_torch(first):
-    """Either import order: the package runs on Paddle, everything else keeps the real PyTorch, and
-    their tensors are told apart.
-    """
-    second = {"paddle": "torch", "torch": "paddle"}[first]
-    python(
-        WORKS,
-        f"""
-        import {first}, {second}
-        assert torch.Tensor is not paddle.Tensor
-        paddle.enable_compat(scope={{"sonicmoe"}}, silent=True)
-        node, x, indices, probs = node_works(paddle)
-        import sys
-        assert sys.modules["torch"] is torch and torch.Tensor is not paddle.Tensor
-        assert (torch.ones(2).requires_grad_() * 2).sum().item() == 4
-        from sonicmoe.errors import FrameworkError
-        theirs = torch.zeros(3, 8)
-        refuses(FrameworkError, ["x is a torch tensor", "Paddle"], node, theirs, [2], indices, probs)
-        refuses(FrameworkError, ["dispatched_probs is a torch tensor"], node, x, [2], indices, torch.zeros(3, 2))
-        from sonicmoe.ernie_compat import SonicMoEMlpNode
-        from types import SimpleNamespace
-        expert = SimpleNamespace(up_gate_proj=torch.nn.Linear(8, 12, bias=False), down_proj=torch.nn.Linear(6, 8, bias=False))
-        refuses(FrameworkError, ["experts[0].up_gate_proj.weight is a torch tensor"], SonicMoEMlpNode, [expert], 1, 8, 6)
-        """,
-    )
-
-
-def test_scoped_proxy_without_torch():
-    """PyTorch not installed; then the trap that PaddleFormers sets, which must not matter to a
-    package whose imports are done.
+def test_scoped_proxy_beside_real_torch():
+    """The package runs on Paddle, everything else keeps the real PyTorch, and their tensors are told
+    apart.
     """
     python(
-        WITHOUT_TORCH,
         WORKS,
+        BESIDE,
         """
-        import importlib.util
-        assert importlib.util.find_spec("torch") is None
-        import paddle
-        paddle.enable_compat(scope={"sonicmoe"}, silent=True)
-        assert importlib.util.find_spec("torch") is None
-        node, x, indices, probs = node_works(paddle)
-        assert "torch" not in sys.modules, "the proxy leaked into the process"
-        sys.modules["torch"] = None
-        assert np.isfinite(node(x, [2], indices, probs).numpy()).all()
-        node.step()
-        node.warmup()
+        import paddle, torch
+        assert torch.Tensor is not paddle.Tensor
+        works_beside(paddle, torch)
         """,
     )
+
+
+@needs_torch
+def test_package_imported_with_torch_explains_itself_to_paddle_users():
+    """Nobody enabled the proxy: the package took PyTorch and says what to do when Paddle objects
+    arrive. Forgotten, and imported under the proxy, it runs on Paddle in this order of imports too.
+    """
+    python(
+        WORKS,
+        BESIDE,
+        """
+        import torch, paddle
+        from sonicmoe import interop
+        from sonicmoe.errors import FrameworkError
+        from sonicmoe.ernie_compat import SonicMoEMlpNode
+        assert interop.FRAMEWORK == "torch"
+        how = ["sonicmoe was imported with PyTorch", 'enable_compat(scope={"sonicmoe"}']
+        pair = lambda make: SimpleNamespace(up_gate_proj=make(8, 12), down_proj=make(6, 8))
+        refuses(FrameworkError, how, SonicMoEMlpNode, [pair(paddle.nn.Linear)], 1, 8, 6)
+        flipped = lambda inputs, outputs: torch.nn.Linear(outputs, inputs, bias=False)
+        node = SonicMoEMlpNode([pair(flipped)], 1, 8, 6)
+        ids, probs = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+        refuses(FrameworkError, ["x is a paddle tensor", *how], node, paddle.zeros([3, 8]), [3], ids, probs)
+        refuses(FrameworkError, ["dispatched_probs is a paddle tensor", *how], node, torch.zeros(3, 8), [3], ids, paddle.ones([3, 1]))
+        assert node(torch.ones(3, 8), [3], ids, probs).shape == (3, 8)
+        paddle.enable_compat(scope={"sonicmoe"}, silent=True)
+        refuses(FrameworkError, how, SonicMoEMlpNode, [pair(paddle.nn.Linear)], 1, 8, 6)
+        forget()
+        works_beside(paddle, torch)
+        """,
+    )
+
+
+@needs_torch
+def test_global_proxy_where_torch_is_installed():
+    """`enable_compat()` without a scope, also after the other scopes a training framework enables."""
+    python(WORKS, "import paddle", GLOBALLY)
 
 
 def test_scoped_proxy_with_a_blocked_torch_module():
@@ -145,63 +173,17 @@ def test_scoped_proxy_with_a_blocked_torch_module():
     )
 
 
-@pytest.mark.parametrize(
-    "installed", [pytest.param(True, marks=needs_torch), False], ids=["torch installed", "no torch"]
-)
-def test_global_proxy(installed):
-    """`enable_compat()` without a scope, also after the other scopes a training framework enables."""
-    python(
-        "import sys" if installed else WITHOUT_TORCH,
-        WORKS,
-        """
-        import paddle
-        paddle.enable_compat(scope={"quack", "triton"}, silent=True)
-        paddle.enable_compat(silent=True)
-        node_works(paddle)
-        """,
-    )
-
-
-@needs_torch
-def test_package_imported_with_torch_explains_itself_to_paddle_users():
-    """Paddle came first, but nobody enabled the proxy: the package took PyTorch and says what to do
-    when Paddle objects arrive.
-    """
-    python(
-        WORKS,
-        """
-        import paddle, torch
-        from types import SimpleNamespace
-        from sonicmoe import interop
-        from sonicmoe.errors import FrameworkError
-        from sonicmoe.ernie_compat import SonicMoEMlpNode
-        assert interop.FRAMEWORK == "torch"
-        how = ["sonicmoe was imported with PyTorch", 'enable_compat(scope={"sonicmoe"}']
-        pair = lambda make: SimpleNamespace(up_gate_proj=make(8, 12), down_proj=make(6, 8))
-        refuses(FrameworkError, how, SonicMoEMlpNode, [pair(paddle.nn.Linear)], 1, 8, 6)
-        flipped = lambda inputs, outputs: torch.nn.Linear(outputs, inputs, bias=False)
-        node = SonicMoEMlpNode([pair(flipped)], 1, 8, 6)
-        ids, probs = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
-        refuses(FrameworkError, ["x is a paddle tensor", *how], node, paddle.zeros([3, 8]), [3], ids, probs)
-        refuses(FrameworkError, ["dispatched_probs is a paddle tensor", *how], node, torch.zeros(3, 8), [3], ids, paddle.ones([3, 1]))
-        assert node(torch.ones(3, 8), [3], ids, probs).shape == (3, 8)
-        paddle.enable_compat(scope={"sonicmoe"}, silent=True)
-        refuses(FrameworkError, how, SonicMoEMlpNode, [pair(paddle.nn.Linear)], 1, 8, 6)
-        """,
-    )
-
-
-def test_frameworks_that_are_missing_or_too_old():
-    """One process, the package forgotten between the cases: no proxy enabled, a Paddle from before
-    the proxy, no framework at all.
+def test_without_torch():
+    """One process, the package forgotten between the cases: no framework at all, no proxy enabled, a
+    Paddle from before the proxy; a scoped proxy, and the trap of PaddleFormers, which must not matter
+    to a package whose imports are done; a global proxy.
     """
     python(
         WITHOUT_TORCH,
         WORKS,
         """
-        def forget():
-            for name in [name for name in sys.modules if name.split(".")[0] == "sonicmoe"]:
-                del sys.modules[name]
+        import importlib.util
+        assert importlib.util.find_spec("torch") is None
 
         def load():
             import sonicmoe.ernie_compat
@@ -220,6 +202,15 @@ def test_frameworks_that_are_missing_or_too_old():
         paddle.enable_compat, paddle.__version__ = kept, version
         forget()
         paddle.enable_compat(scope={"sonicmoe"}, silent=True)
-        node_works(paddle)
+        assert importlib.util.find_spec("torch") is None
+        node, x, indices, probs = node_works(paddle)
+        assert "torch" not in sys.modules, "the proxy leaked into the process"
+        sys.modules["torch"] = None
+        assert np.isfinite(node(x, [2], indices, probs).numpy()).all()
+        node.step()
+        node.warmup()
+        del sys.modules["torch"]
+        forget()
         """,
+        GLOBALLY,
     )
