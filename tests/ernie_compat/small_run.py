@@ -23,7 +23,7 @@ SENTENCES = "the node adds, the router picks; every expert learns what the other
 def train_config(**changes):
     """Four sequences a step, no checkpoint but the last."""
     given = {"steps": 6, "batch_size": 4, "checkpoint_every": 0, "eval_batches": 1}
-    return TrainConfig(**(given | changes))
+    return TrainConfig(**given | changes)
 
 
 def run_config(**changes):
@@ -40,19 +40,14 @@ def write_text(directory):
     return directory
 
 
-def run_train(*arguments):
-    """`python -m ernie_compat.train_command ARGUMENTS` to its end."""
-    return run_python(["-m", "ernie_compat.train_command", *arguments])
-
-
-def run_python(command):
+def run_python(*command, **variables):
     """`python COMMAND` to its end."""
-    return processes.run(command, environment(), ROOT, timeout=TIMEOUT_S)
+    return processes.run(command, environment(**variables), ROOT, timeout=TIMEOUT_S)
 
 
 def run_program(program, *arguments):
     """Run Python source in a process of its own and return the JSON of its last line of output."""
-    result = run_python(["-c", program, *arguments])
+    result = run_python("-c", program, *arguments)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -65,25 +60,20 @@ def chosen_engines(learner):
     }
 
 
-def first_steps(framework, precision, text):
-    """Held-out loss of the initial weights and the figures of four steps, plain values."""
+def first_steps(framework, text):
+    """Held-out loss of the initial weights and the figures of four steps in FP8, plain values."""
     corpus, train = load_corpus([text]), train_config()
-    learner = backend(framework).Learner(SIZES, train, precision, "auto")
+    learner = backend(framework).Learner(SIZES, train, "fp8", "auto")
     held_out = learner.evaluate(corpus.held_out_batch(0, train.batch_size, SIZES.seq_len))
     results = [
         learner.train_step(corpus.batch(step, train.batch_size, SIZES.seq_len, 0), 1e-2)
         for step in range(1, 5)
     ]
+    figures = {"loss": "loss", "aux": "aux_loss", "z": "z_loss", "norm": "grad_norm"}
+    state = learner.state()
     return {
         "held_out": held_out,
-        "loss": [r.loss for r in results],
-        "aux": [r.aux_loss for r in results],
-        "z": [r.z_loss for r in results],
-        "norm": [r.grad_norm for r in results],
+        **{name: [getattr(r, field) for r in results] for name, field in figures.items()},
         "counts": results[0].expert_counts.tolist(),
-        "shapes": {
-            name: list(a.shape)
-            for name, a in learner.state().items()
-            if name.startswith(("weight/", "moment"))
-        },
+        "shapes": {n: list(state[n].shape) for n in state if n.startswith(("weight/", "moment"))},
     }

@@ -45,38 +45,32 @@ def test_round_trip_is_exact(tmp_path):
     assert os.listdir(path.parent) == [path.name]
 
 
-@pytest.mark.parametrize("moment", ["while writing", "before the rename"])
-def test_a_failure_keeps_the_old_checkpoint(tmp_path, monkeypatch, moment):
+def fail_half_way(file, **arrays):
+    file.write(b"half")
+    raise OSError(28, "No space left on device")
+
+
+def killed(source, target):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("place", "fails", "raises"),
+    [
+        ("np.savez", fail_half_way, pytest.raises(CheckpointError, match="No space left")),
+        ("os.replace", killed, pytest.raises(KeyboardInterrupt)),
+    ],
+    ids=["while writing", "before the rename"],
+)
+def test_a_failure_keeps_the_old_checkpoint(tmp_path, monkeypatch, place, fails, raises):
     path = tmp_path / "checkpoint.npz"
     save_checkpoint(path, RUN, ARRAYS)
     before = path.read_bytes()
-
-    def fail_half_way(file, **arrays):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    def killed(source, target):
-        raise KeyboardInterrupt
-
-    if moment == "while writing":
-        monkeypatch.setattr(checkpoint.np, "savez", fail_half_way)
-        with pytest.raises(CheckpointError, match="No space left"):
-            save_checkpoint(path, RUN, {})
-    else:
-        monkeypatch.setattr(checkpoint.os, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(path, RUN, {})
+    monkeypatch.setattr(f"ernie_compat.checkpoint.{place}", fails)
+    with raises:
+        save_checkpoint(path, RUN, {})
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == [path.name]
-
-
-def test_unknown_format_is_named(tmp_path, monkeypatch):
-    path = tmp_path / "checkpoint.npz"
-    monkeypatch.setattr(checkpoint, "FORMAT", 99)
-    save_checkpoint(path, RUN, ARRAYS)
-    monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="format 99"):
-        read_header(path)
 
 
 def zeros(**shapes):
@@ -88,7 +82,6 @@ def zeros(**shapes):
     [
         (zeros(b=(2,)), r"first in \['a'\]"),
         (zeros(a=(3, 2), b=(2,)), r"'a' is float32 of shape \(3, 2\); .* float32 of \(2, 3\)"),
-        ({**zeros(a=(2, 3)), "b": np.zeros(2)}, "'b' is float64"),
         (zeros(a=(2, 3), b=(2,), c=(1,)), r"first in \['c'\]"),
     ],
 )
@@ -164,10 +157,13 @@ def test_resuming_a_foreign_checkpoint_is_one_line(saved, tmp_path, monkeypatch,
     assert result.exception is None or isinstance(result.exception, SystemExit)
 
 
-@pytest.mark.parametrize("content", [NESTED, "", "null", "[]", "{", '{"format": 2, "step": 1}'])
-def test_a_header_that_is_no_object_is_refused(tmp_path, monkeypatch, content):
+@pytest.mark.parametrize(
+    "content", [NESTED, "", "null", "[]", "{", '{"format": 2, "step": 1}', '{"format": 99}']
+)
+def test_a_header_that_is_none_of_a_run_is_refused(tmp_path, monkeypatch, content):
     monkeypatch.setattr("ernie_compat.checkpoint.json.dumps", lambda _: content)
     save_checkpoint(tmp_path / "checkpoint.npz", RUN, {})
     monkeypatch.undo()
-    with pytest.raises(SonicMoEError, match=r"checkpoint\.npz"):
+    words = "format 99" if "99" in content else r"checkpoint\.npz"
+    with pytest.raises(SonicMoEError, match=words):
         read_header(tmp_path / "checkpoint.npz")

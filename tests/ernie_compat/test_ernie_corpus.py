@@ -9,28 +9,20 @@ from ernie_compat import corpus as module
 from ernie_compat.corpus import FILE_SEPARATOR, CorpusError, load_corpus
 
 
-def text_of(corpus):
-    return np.concatenate([corpus.train, corpus.held_out]).tobytes()
-
-
-def test_directory_is_read_in_sorted_order_and_joined_by_a_separator(tmp_path):
+def test_directory_is_read_in_order_without_hidden_binary_empty_and_installed_files(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"second" * 20)
     (tmp_path / "a.txt").write_bytes(b"first" * 20)
-    corpus = load_corpus([tmp_path])
-    assert text_of(corpus) == b"first" * 20 + FILE_SEPARATOR + b"second" * 20
-    assert corpus.num_files == 2
-
-
-def test_directory_skips_hidden_binary_empty_and_installed_files(tmp_path):
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "site-packages").mkdir()
     for name in (".hidden/x", "site-packages/y", ".z"):
         (tmp_path / name).write_text("never")
     (tmp_path / "image.bin").write_bytes(b"\x00\x01never")
     (tmp_path / "empty.txt").touch()
-    (tmp_path / "kept.txt").write_text("kept")
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
-    assert text_of(load_corpus([tmp_path])) == b"kept"
+    corpus = load_corpus([tmp_path])
+    assert corpus.num_files == 2
+    text = np.concatenate([corpus.train, corpus.held_out]).tobytes()
+    assert text == b"first" * 20 + FILE_SEPARATOR + b"second" * 20
 
 
 def test_batches_depend_on_seed_and_step_only(corpus):
@@ -54,7 +46,6 @@ def test_more_text_than_the_limit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_CORPUS_BYTES", 100)
     for name in "ab":
         (tmp_path / name).write_text(60 * name)
-    assert load_corpus([tmp_path / "a"]).num_files == 1
     with pytest.raises(CorpusError, match=r"longer than 100 bytes, at .*/b; needed: less --data"):
         load_corpus([tmp_path])
 

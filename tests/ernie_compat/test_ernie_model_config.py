@@ -22,19 +22,13 @@ from sonicmoe.errors import ConfigError
         (ModelConfig, "num_heads", 128, "rotary"),
         (ModelConfig, "num_layers", 1, "dense_layers 1 leaves no MoE layer"),
         (ModelConfig, "vocab_size", 0, "vocab_size is 0"),
-        (ModelConfig, "intermediate_size", -1, "intermediate_size is -1"),
         (ModelConfig, "seq_len", 1.5, "seq_len is 1.5"),
         (ModelConfig, "hidden_size", True, "hidden_size is True"),
-        (ModelConfig, "aux_loss_coef", float("nan"), "aux_loss_coef is nan"),
         (TrainConfig, "steps", 0, "steps is 0"),
         (TrainConfig, "micro_batches", 3, "batch_size 8 is not a multiple of micro_batches 3"),
-        (TrainConfig, "lr", 0.0, "lr is 0.0"),
         (TrainConfig, "lr", float("inf"), "lr is inf"),
         (TrainConfig, "checkpoint_every", -1, "checkpoint_every is -1"),
-        (TrainConfig, "seed", -1, "seed is -1"),
         (RunConfig, "precision", "fp4", "precision is 'fp4'"),
-        (RunConfig, "framework", "jax", "framework is 'jax'"),
-        (RunConfig, "against", "fp16", "against is 'fp16'"),
     ],
 )
 def test_impossible_settings(settings, field, value, message):
@@ -50,23 +44,20 @@ def test_schedule_warms_up_linearly_and_ends_at_its_floor():
     assert rates[-1] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("layers", [(0,), (1, 2), ("1",), (True,), (-1,), 1, "1"])
-def test_layers_to_capture_are_moe_layers(layers):
-    written = run_config().to_json() | {"capture_layers": layers}
-    with pytest.raises(ConfigError, match=r"capture_layers has|not readable"):
-        RunConfig.from_json(written)
-
-
-def test_unreadable_json_is_a_config_error():
-    with pytest.raises(ConfigError, match="not readable"):
-        RunConfig.from_json({"model": {"no_such_field": 1}, "train": {}})
-
-
 @pytest.mark.parametrize(
-    "model",
-    [SIZES, ModelConfig(), ModelConfig(num_layers=5, dense_layers=2, topk=3, num_experts=6)],
+    "change",
+    [
+        {"model": {"no_such_field": 1}},
+        *({"capture_layers": layers} for layers in ((0,), (1, 2), ("1",), (True,), (-1,), 1, "1")),
+    ],
 )
-def test_parameters_are_those_of_the_model(model):
+def test_json_that_is_no_configuration(change):
+    with pytest.raises(ConfigError, match=r"capture_layers has|not readable"):
+        RunConfig.from_json(run_config().to_json() | change)
+
+
+def test_parameters_are_those_of_the_model():
+    model = ModelConfig(num_layers=5, dense_layers=2, topk=3, num_experts=6)
     learner = backend("torch").Learner(model, TrainConfig(), "fp32", "auto")
     assert model.parameters == sum(p.numel() for p in learner.parameters.values())
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import processes
 import pytest
 from ranks_worker import BATCH, SCENARIOS, SIGNALS, run_scenario
-from small_run import SIZE_OPTIONS
-from worlds import ROOT, TESTS, environment, finish, free_ports, start_world, torchrun_variables
+from small_run import SIZE_OPTIONS, run_python
+from worlds import TESTS, finish, free_ports, start_world, torchrun_variables
 
 from ernie_compat.checkpoint import load_checkpoint
 from ernie_compat.corpus import load_corpus
@@ -148,16 +147,11 @@ def test_interrupted_ranks_save_one_checkpoint_together(world):
     )
 
 
-def launch(*command, **variables):
-    """Ranks under a launcher, to their end."""
-    return processes.run(command, environment(**variables), ROOT, timeout=240)
-
-
 def test_torchrun_trains(text, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     launcher += [str(free_ports(1)[0]), "-m", "sonicmoe", "train", *SIZE_OPTIONS]
     options = ["--framework", "torch", "--data", str(text)]
-    result = launch(*launcher, *options, "--steps", "3", "--out", str(tmp_path), "--json")
+    result = run_python(*launcher, *options, "--steps", "3", "--out", str(tmp_path), "--json")
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
     assert summary["ranks"] == 2 and summary["steps"] == 3 and np.isfinite(summary["held_out_loss"])
@@ -182,7 +176,7 @@ def test_paddles_launcher_trains_and_its_ranks_train_as_one(text, alone, tmp_pat
     # The launcher itself would take any free port, and may find that another world has it by the
     # time its ranks have imported Paddle.
     port = str(free_ports(1)[0])
-    result = launch(*launcher, *options, "--out", str(out), FLAGS_START_PORT=port)
+    result = run_python(*launcher, *options, "--out", str(out), FLAGS_START_PORT=port)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"127.0.0.1:{port}" in result.stdout + result.stderr
     summary = json.loads((out / "summary.json").read_text())

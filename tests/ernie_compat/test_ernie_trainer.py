@@ -48,9 +48,8 @@ def losses_of(trainer):
 
 
 @pytest.mark.trained
-@pytest.mark.parametrize("precision", ["fp8", "bf16", "fp32"])
-def test_loss_falls_and_every_parameter_learns(corpus, tmp_path, precision):
-    config = run_config(precision=precision, train={"steps": 40, "lr": 1e-2})
+def test_loss_falls_and_every_parameter_learns(corpus, tmp_path):
+    config = run_config(precision="fp8", train={"steps": 40, "lr": 1e-2})
     trainer = trained(config, corpus, tmp_path)
     losses = losses_of(trainer)
     # Over 4 seeds and two orders of summation: within 0.033 of it; 3.07 to 3.20 below the start.
@@ -130,10 +129,7 @@ def test_non_finite_loss_stops_and_keeps_the_checkpoint(corpus, tmp_path):
     ("change", "message"),
     [
         ({"model": replace(SIZES, hidden_size=64)}, "hidden_size = 32, this run 64"),
-        ({"model": replace(SIZES, vocab_size=300)}, "vocab_size = 256, this run 300"),
-        ({"framework": "paddle"}, "framework = 'torch', this run 'paddle'"),
         ({"precision": "bf16"}, "precision = 'fp8', this run 'bf16'"),
-        ({"compare": True}, "compare = False, this run True"),
         ({"against": "bf16"}, "against = None, this run 'bf16'"),
         ({"train": {"seed": 5}}, "seed = 0, this run 5"),
         ({"train": {"steps": 2}}, "at step 3, past the 2 steps"),
