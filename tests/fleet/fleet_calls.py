@@ -1,15 +1,19 @@
-"""Calls of `run_sonic_moe` as PaddleFleet's experts make them, on weights in either layout."""
+"""Calls of `run_sonic_moe` as PaddleFleet's experts make them, on weights in either layout, and what
+Fleet does to these between calls.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine.moe_golden import Result, native_order
+from engine.moe_golden import native_order
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
 from node.node_harness import want_gradient
+from weights.freed_memory import free, holds_memory
 from weights.weight_sources import native_arrays
 
 from sonicmoe.fleet.run import run_sonic_moe
+from sonicmoe.fleet.weight_copies import clear_all_fp8_weight_caches, quantize_native_fp8_weights
 
 LAYOUTS = ("sonic", "grouped")
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -23,11 +27,6 @@ def assert_same(found, wanted):
     """Equal arrays, pair by pair."""
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def arrays_in(layout, up_gate, down):
-    """Weights or gradients `[E, H, 2I]`, `[E, I, H]` in a layout."""
-    return native_arrays(up_gate, down) if layout == "sonic" else (up_gate, down)
 
 
 def to_grouped(index, array):
@@ -54,8 +53,8 @@ class Experts:
 
     def __init__(self, problem, layout="sonic", *, main_grad="weight", dtype=None, **given):
         self.problem, self.dtype, self.given = problem, dtype or torch.bfloat16, given
-        self.layout = layout
-        arrays = arrays_in(layout, problem.up_gate, problem.down)
+        self.layout, arrays = layout, (problem.up_gate, problem.down)
+        arrays = native_arrays(*arrays) if layout == "sonic" else arrays
         self.weights = [parameter(np.ascontiguousarray(a, np.float32), self.dtype) for a in arrays]
         for weight in self.weights:
             if main_grad == "weight":
@@ -63,13 +62,21 @@ class Experts:
             elif main_grad == "none":
                 weight.main_grad = None
 
-    def convert(self, layout):
-        """The parameters into the other layout, in place, as Fleet does it: assign and reshape."""
-        if layout != self.layout:
-            move = MOVES[layout]
-            for index, weight in enumerate(self.weights):
+    def to_layout(self, layout):
+        """Parameters and weight1's `main_grad`, in place, as Fleet does it: assign and reshape. A freed
+        parameter only changes its shape.
+        """
+        if layout == self.layout:
+            return
+        move, self.layout = MOVES[layout], layout
+        for index, weight in enumerate(self.weights):
+            if holds_memory(weight):
                 overwrite(weight, move(index, numpy(weight)))
-            self.layout = layout
+            else:
+                swap_freed(weight)
+        main_grad = getattr(self.weights[0], "main_grad", None)
+        if main_grad is not None:
+            overwrite(main_grad, move(0, numpy(main_grad)))
 
     def call(self, problem=None, **given):
         return Call(self, problem or self.problem, **(self.given | given))
@@ -84,8 +91,61 @@ class Experts:
             found.append(array if array.shape == wanted else to_grouped(index, array))
         return found
 
-    def result(self, call) -> Result:
-        return Result(numpy(call.out), call.dx, call.dprobs, *self.gradients())
+
+class FleetExpert(Experts):
+    """With FP8 copies on its parameters. form: `fp8_weight_quant_format`."""
+
+    def __init__(self, problem, form="32x32"):
+        super().__init__(problem, "grouped")
+        self.form = form
+
+    def quant_weight(self):
+        self.to_layout("sonic")
+        self.clear_fp8_weights()
+        with torch.no_grad():
+            payload = quantize_native_fp8_weights(*self.weights, iso32=self.form == "32x32")
+        for name, weight in zip(("w1", "w2"), self.weights, strict=True):
+            codes, scale, *transposed = payload[name]
+            if payload["format"] == "iso32":
+                transposed = codes.transpose(-2, -1), *transposed
+            weight.fp8, weight.transposed_fp8 = (codes, scale), tuple(transposed)
+
+    def clear_fp8_weights(self):
+        clear_all_fp8_weight_caches()
+        for weight in self.weights:
+            weight.fp8 = weight.transposed_fp8 = None
+
+    def forward(self, problem):
+        self.to_layout("sonic")
+        if any(getattr(weight, "fp8", None) is None for weight in self.weights):
+            self.quant_weight()
+        return self.call(problem, fp8=True)
+
+    def step_begin(self, has_master=True):
+        self.quant_weight()
+        if not has_master:
+            self.to_layout("grouped")
+        free(*self.weights)
+
+
+def swap_freed(weight):
+    """The last two sizes of a parameter without memory."""
+    first, rows, columns = (int(size) for size in weight.shape)
+    if IS_PADDLE:
+        weight.get_tensor()._set_dims([first, columns, rows])
+        return
+    other = torch.empty((first, columns, rows), dtype=weight.dtype, device=weight.device)
+    other.untyped_storage().resize_(0)
+    weight.data = other
+
+
+def write_unseen(weight, array):
+    """As the frameworks' optimizers: no version counter moves."""
+    value = bf16(np.ascontiguousarray(array))
+    if IS_PADDLE:
+        value._share_buffer_to(weight)
+    else:
+        weight.data.copy_(value)
 
 
 def zeros(shape):

@@ -17,7 +17,6 @@ from fleet.fleet_calls import (
     each_layout,
     overwrite,
     to_grouped,
-    to_sonic,
 )
 from framework import numpy, relative_rmse, torch
 from pairwise import pairwise
@@ -75,7 +74,7 @@ class TestLayouts:
         experts, expected = Experts(p, "grouped", fp8=fp8), None
         layer = layer_of(*experts.weights, hidden)
         for layout in ("grouped", "sonic", "grouped", "sonic"):
-            experts.convert(layout)
+            experts.to_layout(layout)
             for weight in experts.weights:
                 weight.main_grad = None
             found = experts.call().backward().arrays
@@ -98,9 +97,7 @@ class TestLayouts:
 
         experts.call().backward()
         once, call = grouped(), experts.call()
-        experts.convert("sonic" if layout == "grouped" else "grouped")
-        moved = once[0] if experts.layout == "grouped" else to_sonic(0, once[0])
-        overwrite(experts.weights[0].main_grad, moved)
+        experts.to_layout("sonic" if layout == "grouped" else "grouped")
         call.backward()
         assert_same(grouped(), [2 * array for array in once])
 
@@ -114,7 +111,7 @@ class TestLayouts:
         prepared.clear()
         experts.call()
         assert not prepared
-        experts.convert("sonic")
+        experts.to_layout("sonic")
         np.testing.assert_array_equal(numpy(experts.call().out), first)
         assert len(prepared) == 1
 
