@@ -14,6 +14,7 @@ from fleet import double
 from fleet.double import model
 from fleet.double.optimizer import into_main_grad
 from framework import relative_rmse
+from paddle.distributed.fleet.utils import recompute
 
 from sonicmoe.ernie_compat import fleet as ours
 
@@ -73,13 +74,13 @@ def as_numpy(tensor):
     return tensor.astype("float32").numpy()
 
 
-def run(layer, batches):
+def run(layer, batches, **again):
     """out and dx of every micro-batch, then `main_grad` by name, all numpy."""
     outs, gradients = [], []
     for x, dout in batches:
         given = paddle.to_tensor(x).astype("bfloat16")
         given.stop_gradient = False
-        out = layer(given)
+        out = recompute(layer, given, **again) if again else layer(given)
         out.backward(paddle.to_tensor(dout).astype("bfloat16"))
         outs.append(as_numpy(out))
         gradients.append(as_numpy(given.grad))
@@ -106,17 +107,22 @@ def assert_near_plain_experts(fleet, config, batches, found, bound):
         {"activation_func_clamp_value": 0.5},
         {"hidden_act": "situ", "activation_situ_beta": 2.0, "activation_situ_linear_beta": 3.0},
         {"recompute_modules": ["moe_gate_up"]},
+        {"fp8": "e4m3", "use_reentrant": True},
+        {"fp8": "e4m3", "use_reentrant": False},
         {"single": True},
         {"single": True, "fp8": "e4m3"},
     ],
     ids=str,
 )
 def test_gradients_over_micro_batches(fleet, changes):
-    layer, batches = layer_of(fleet, **changes), micro_batches()
-    bound = BOUNDS[changes.get("fp8")]
+    """Where it says which way of recompute, the whole layer is recomputed."""
+    changes, batches = dict(changes), micro_batches()
+    again = {"use_reentrant": changes.pop("use_reentrant")} if "use_reentrant" in changes else {}
+    layer, bound = layer_of(fleet, **changes), BOUNDS[changes.get("fp8")]
     if "activation_func_clamp_value" in changes:
         bound *= 8  # one in five hundred preactivations is rounded to the other side of it
-    assert_near_plain_experts(fleet, layer.config, batches, run(layer, batches), bound)
+    found = run(layer, batches, **again)
+    assert_near_plain_experts(fleet, layer.config, batches, found, bound)
 
 
 @pytest.mark.parametrize(
