@@ -13,6 +13,7 @@ from engine.moe_golden import golden
 from fleet.fleet_calls import LAYOUTS, Experts, assert_same, bf16, overwrite, zeros
 from framework import IS_PADDLE, numpy, relative_rmse, torch
 from node.node_harness import problems, want_gradient
+from oracle.held import Hooked
 from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
@@ -77,21 +78,13 @@ def run_queue():
     WeightGradStore.pop()
 
 
-class Hooked:
+def watched(experts):
     """What `main_grad` held each time the backward hook of a weight fired."""
+    return Hooked(experts.weights, lambda weight: numpy(weight.main_grad)).seen
 
-    def __init__(self, experts):
-        self.seen = ([], [])
-        for weight, seen in zip(experts.weights, self.seen, strict=True):
-            weight._register_backward_hook(partial(self._note, weakref.ref(weight), seen))
 
-    @staticmethod
-    def _note(weight, seen, *_):
-        seen.append(numpy(weight().main_grad))
-
-    @property
-    def counts(self):
-        return [len(seen) for seen in self.seen]
+def counts(hooked):
+    return [len(seen) for seen in hooked]
 
 
 def at_once(problem, **options):
@@ -112,19 +105,19 @@ def test_runs_and_then_fires_the_hook_once(problem, taken, layout, fp8):
     points = TAKEN[taken]
     plain, expected = at_once(problem, layout=layout, fp8=fp8)
     experts = Experts(problem, layout, fp8=fp8)
-    hooked = Hooked(experts)
+    hooked = watched(experts)
     set_wgrad_deferral_hook(fleets_hook(points))
     call = experts.call().backward()
     set_wgrad_deferral_hook(None)
     np.testing.assert_array_equal(call.dx, plain.dx)
     late = {WHICH[point] for point in points}
-    assert hooked.counts == [int(i not in late) for i in range(2)]
+    assert counts(hooked) == [int(i not in late) for i in range(2)]
     for index in late:
         assert not numpy(experts.weights[index].main_grad).any()
     assert len(WeightGradStore.cache) == len(points)
     run_queue()
-    assert hooked.counts == [1, 1]
-    assert_same([seen[0] for seen in hooked.seen], expected)  # complete when the hook fired
+    assert counts(hooked) == [1, 1]
+    assert_same([seen[0] for seen in hooked], expected)  # complete when the hook fired
     assert_same(main_grads(experts), expected)
 
 
@@ -170,67 +163,41 @@ def test_operands_are_free_after_both_have_run(problem, monkeypatch, tasks):
         tasks[0]()
 
 
-def test_main_grad_is_looked_up_when_it_runs(problem, tasks):
-    (_, (wanted, _)), experts = at_once(problem), Experts(problem)
-    experts.call().backward()
-    old, new = experts.weights[0].main_grad, zeros(tuple(experts.weights[0].shape))
-    experts.weights[0].main_grad = new
-    for task in tasks:
-        task()
-    assert experts.weights[0].main_grad is new and not numpy(old).any()
-    np.testing.assert_array_equal(numpy(new), wanted)
-
-
-def test_overwrite_main_grad_is_read_when_it_runs(problem, tasks):
+@pytest.mark.parametrize("overwrite_main_grad", [False, True])
+def test_main_grad_is_looked_up_when_it_runs(problem, overwrite_main_grad, tasks):
+    """And so is whether it is to be written."""
     (_, wanted), experts = at_once(problem), Experts(problem)
-    for weight in experts.weights:
-        overwrite(weight.main_grad, np.full(tuple(weight.shape), np.nan))
     experts.call().backward()
+    old = [weight.main_grad for weight in experts.weights]
     for weight in experts.weights:
-        weight.overwrite_main_grad = True
+        weight.main_grad = zeros(tuple(weight.shape))
+        if overwrite_main_grad:
+            overwrite(weight.main_grad, np.full(tuple(weight.shape), np.nan))
+            weight.overwrite_main_grad = True
     for task in tasks:
         task()
     assert_same(main_grads(experts), wanted)
-
-
-def test_the_down_projection_is_offered_first(problem, asked):
-    """As Fleet's queue runs them."""
-    Experts(problem).call().backward()
-    assert asked == [DOWN_POINT, UP_GATE_POINT]
-
-
-def test_frozen_weights_are_not_offered(problem, asked):
-    experts = Experts(problem)
-    hooked = Hooked(experts)
-    want_gradient(experts.weights[0], False)
-    experts.call().backward()
-    assert asked == [DOWN_POINT] and hooked.counts == [0, 1]
-
-
-def test_a_backward_to_the_tokens_alone_offers_nothing(problem, asked):
-    experts = Experts(problem)
-    call = experts.call()
-    (dx,) = paddle.grad(call.out, call.x, call.dout)
-    assert asked == [] and not any(g.any() for g in experts.gradients())
-    assert relative_rmse(numpy(dx), golden(problem).dx) < 0.01
+    assert not any(numpy(held).any() for held in old)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recompute(problem, reentrant):
     (_, expected), experts = at_once(problem), Experts(problem)
-    hooked, x = Hooked(experts), bf16(problem.x)
+    hooked, x = watched(experts), bf16(problem.x)
     set_wgrad_deferral_hook(fleets_hook(POINTS))
     x.stop_gradient = False
     out = recompute(lambda x: experts.call(x=x).out, x, use_reentrant=reentrant)
     out.backward(bf16(problem.dout))
-    assert hooked.counts == [0, 0]
+    assert counts(hooked) == [0, 0]
     run_queue()
-    assert hooked.counts == [1, 1]
+    assert counts(hooked) == [1, 1]
     assert_same(main_grads(experts), expected)
 
 
-class TestNotOffered:
-    """Gradients are then complete when the backward returns, and Paddle fires the hooks."""
+class TestTheHookIsAsked:
+    """At which points; what is not offered is complete when the backward returns, and Paddle fires the
+    hooks.
+    """
 
     def ran(self, problem, experts, **given):
         experts.call(**given).backward()
@@ -238,14 +205,33 @@ class TestNotOffered:
         for found, exact in zip(experts.gradients(), (wanted.dw1, wanted.dw2), strict=True):
             assert relative_rmse(found, exact) < 0.01
 
-    def test_without_main_grad(self, problem, caplog, asked):
+    def test_for_the_down_projection_first(self, problem, asked):
+        """As Fleet's queue runs them."""
+        self.ran(problem, Experts(problem))
+        assert asked == [DOWN_POINT, UP_GATE_POINT]
+
+    def test_not_for_frozen_weights(self, problem, asked):
+        experts = Experts(problem)
+        hooked = watched(experts)
+        want_gradient(experts.weights[0], False)
+        experts.call().backward()
+        assert asked == [DOWN_POINT] and counts(hooked) == [0, 1]
+
+    def test_not_by_a_backward_to_the_tokens_alone(self, problem, asked):
+        experts = Experts(problem)
+        call = experts.call()
+        (dx,) = paddle.grad(call.out, call.x, call.dout)
+        assert asked == [] and not any(g.any() for g in experts.gradients())
+        assert relative_rmse(numpy(dx), golden(problem).dx) < 0.01
+
+    def test_not_without_main_grad(self, problem, caplog, asked):
         with caplog.at_level(logging.WARNING, logger="sonicmoe"):
             self.ran(problem, Experts(problem, main_grad="absent"))
         assert asked == []
         assert "are not put off, because a weight that trains has no main_grad" in caplog.text
 
-    def test_where_no_input_wants_a_gradient(self, problem, asked):
+    def test_not_where_no_input_wants_a_gradient(self, problem, asked):
         experts = Experts(problem)
-        hooked = Hooked(experts)
+        hooked = watched(experts)
         self.ran(problem, experts, x=bf16(problem.x), scores_grad=False)
-        assert asked == [] and hooked.counts == [1, 1]
+        assert asked == [] and counts(hooked) == [1, 1]
