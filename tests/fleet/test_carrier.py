@@ -58,12 +58,9 @@ class TestOurWords:
             [code_bytes(codes), numpy(words), numpy(tokens.scale_inv)],
             [code_bytes(ours.codes), bits_of(ours.scale_inv), numpy(ours.scale_inv)],
         )
-
-    def test_come_back_as_bytes(self):
-        """Fleet hands the words of a gradient on as uint8 `[T, H/32]`."""
-        codes, words = quantize_fast(values(), pack_scale_words=True)
-        tokens, _ = tokens_from_carrier(codes, words.view(torch.uint8))
-        np.testing.assert_array_equal(bits_of(tokens.scale_inv), numpy(words))
+        # Fleet hands the words of a gradient on as uint8 `[T, H/32]`.
+        again, _ = tokens_from_carrier(codes, words.view(torch.uint8))
+        assert_same([bits_of(again.scale_inv)], [numpy(words)])
 
     def test_of_no_tokens(self):
         none = values()[:0]
@@ -129,18 +126,17 @@ class TestE8M0:
         assert (2.0 ** (exponents - 127) <= largest).all()
 
     def test_bytes_follow_the_rule(self):
+        """And packed words hold four of them, the first lowest."""
         for amax, wanted in ((448.0, 127), (449.0, 128), (1.0, 119), (2.0**-10, 109)):
             x = tensor(np.full((1, 32), amax), torch.float32)
             assert numpy(quantize_fast(x)[1]).tolist() == [[wanted]]
-        x = values(hidden=160, spread=8)
-        np.testing.assert_array_equal(numpy(quantize_fast(x, torch.int32)[1]), exponents_by_hand(x))
-
-    def test_packed_words_hold_four_bytes_the_first_lowest(self):
-        declare_carrier(Carrier.E8M0_1X32)
-        x = values(spread=8)
+        x = values(hidden=256, spread=8)
+        exponents = exponents_by_hand(x)
+        np.testing.assert_array_equal(numpy(quantize_fast(x, torch.int32)[1]), exponents)
+        carrier._declared = Carrier.E8M0_1X32
         words = numpy(quantize_fast(x, pack_scale_words=True)[1])
-        parts = exponents_by_hand(x).reshape(6, 2, 4)
-        np.testing.assert_array_equal(words, (parts << np.array([0, 8, 16, 24])).sum(-1))
+        parts = exponents.reshape(6, 2, 4) << np.array([0, 8, 16, 24])
+        np.testing.assert_array_equal(words, parts.sum(-1))
 
     def test_every_code_at_every_distance(self):
         """All 254 finite codes, 0 to 20 octaves below the largest group: as fp64 rounds them."""

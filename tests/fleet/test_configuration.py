@@ -12,17 +12,12 @@ from sonicmoe.fleet import configuration
 from sonicmoe.fleet.configuration import FIELDS, FP8Config, refresh_fp8_config
 from sonicmoe.fleet.situ import encode_situ_activation
 
-# FLEET's own names: those of its runtime configuration, and those that its user's configuration
-# adds.
-RUNTIME = {
-    "enabled", "fp8_wgrad", "fuse_y1_quant", "fuse_y1_bf16_trunc", "recompute_z",
-    "swiglu_clamp_value", "situ_beta", "situ_linear_beta", "epilogue_quant", "save_z_fp8",
-    "fused_gated", "fused_swiglu_quant", "alignment_assumed", "iso32_weight",
-    "fused_weight_layout",
-}  # fmt: skip
-USERS = {
-    "use_fp8", "use_quack_gemm", "fused_zy1_quant", "assume_aligned", "stagewise_memory",
-    "gemm_num_sms",
+# FLEET's own names: those of its runtime configuration, and behind them those that its user's adds.
+NAMES = {
+    "enabled", "fp8_wgrad", "fuse_y1_quant", "fuse_y1_bf16_trunc", "recompute_z", "swiglu_clamp_value",
+    "situ_beta", "situ_linear_beta", "epilogue_quant", "save_z_fp8", "fused_gated", "fused_swiglu_quant",
+    "alignment_assumed", "iso32_weight", "fused_weight_layout",
+    "use_fp8", "use_quack_gemm", "fused_zy1_quant", "assume_aligned", "stagewise_memory", "gemm_num_sms",
 }  # fmt: skip
 SWIGLU, CLAMPED = ActivationType.SWIGLU, ActivationType.SWIGLU_CLAMP
 SITU = ActivationType.SITU_GLU
@@ -51,7 +46,7 @@ def said(caplog):
 
 class TestFields:
     def test_every_name_of_the_contract_is_there_as_attribute_and_method(self):
-        assert set(FIELDS) == RUNTIME | USERS
+        assert set(FIELDS) == NAMES
         config = FP8Config()
         for name in FIELDS:
             assert getattr(config, f"resolve_{name}")() == getattr(config, name)
@@ -64,9 +59,7 @@ class TestFields:
         config = with_fields(**dict.fromkeys(FIELDS))
         assert vars(config) == vars(FP8Config()) | {"situ_linear_beta": None}
 
-
-class TestDefaults:
-    def test_follow_the_environment(self, set_flags):
+    def test_defaults_follow_the_environment(self, set_flags):
         set_flags(
             SONIC_MOE_SITU_BETA="2", SONIC_MOE_SITU_LINEAR_BETA="none", SONIC_MOE_FP8_WGRAD="0",
             SONIC_MOE_FP8_RECOMPUTE_Z="1", SONIC_MOE_FP8_ISO32_WEIGHT="1", SONIC_MOE_FP8_SAVE_Z="e4m3",
@@ -112,13 +105,11 @@ class TestNodeConfig:
         made = with_fields(**fields).node_config(fp8=True).resolve()
         assert {name: getattr(made, name) for name in wanted} == wanted
 
-    def test_a_call_says_whether_it_is_fp8_and_else_the_field_does(self):
-        config = FP8Config()
-        assert config.node_config(fp8=True).fp8_mode == "perf"
-        assert config.node_config().fp8_mode == "off"
-        config.enabled = True
-        assert config.node_config().fp8_mode == "perf"
-        assert config.node_config(fp8=False).fp8_mode == "off"
+    @pytest.mark.parametrize("enabled", [False, True])
+    def test_a_call_says_whether_it_is_fp8_and_else_the_field_does(self, enabled):
+        config = with_fields(enabled=enabled)
+        modes = [config.node_config(fp8=fp8).fp8_mode for fp8 in (True, False, None)]
+        assert modes == ["perf", "off", "perf" if enabled else "off"]
 
     def test_the_mode_that_frees_memory_and_other_fields_in_force_stay(self):
         with SonicMoEConfig(fp8_mode="mem", recipe="1x128", engine="reference").activate():
@@ -163,38 +154,33 @@ DESCRIBED = encode_situ_activation(2.0, None)
 CLAMP = {"swiglu_clamp_value": 7}
 
 
-class TestActivation:
-    @pytest.mark.parametrize(
-        ("fields", "given", "wanted"),
-        [
-            ({}, (), (SWIGLU, ())),
-            ({}, (SWIGLU,), (SWIGLU, ())),
-            ({}, ("swiglu",), (SWIGLU, ())),
-            ({}, ("swiglu_precise",), (SWIGLU, ())),
-            ({}, ("geglu",), (ActivationType.GEGLU, ())),
-            ({}, (ActivationType.REGLU,), (ActivationType.REGLU, ())),
-            # A clamp makes SwiGLU the clamped one.
-            *((CLAMP, (each,), (CLAMPED, (("limit", 7.0),)))
-              for each in (SWIGLU, "swiglu", "swiglu_precise", CLAMPED)),
-            *(({"swiglu_clamp_value": off}, (SWIGLU,), (SWIGLU, ())) for off in (0, 0.0, -1.0, None)),
-            # SiTU has the numbers of the layer, and a description precedes them.
-            *(({}, (each,), (SITU, BETAS)) for each in (SITU, "situ_glu")),
-            ({"situ_beta": 2.0, "situ_linear_beta": "none"}, (SITU,), (SITU, (("beta", 2.0),))),
-            *((NUMBERS_OF_ITS_OWN, (DESCRIBED + more,), (SITU, (("beta", 2.0),))) for more in ("", ":approx")),
-            (NUMBERS_OF_ITS_OWN, ("situ_glu:b=2.0",), (SITU, (("beta", 2.0), ("linear_beta", 5.0)))),
-        ],
-    )  # fmt: skip
-    def test_of_a_call(self, fields, given, wanted):
-        assert with_fields(**fields).activation(*given) == wanted
+@pytest.mark.parametrize(
+    ("fields", "given", "wanted"),
+    [
+        ({}, (), (SWIGLU, ())),
+        *(({}, (each,), (SWIGLU, ())) for each in (SWIGLU, "swiglu", "swiglu_precise")),
+        ({}, ("geglu",), (ActivationType.GEGLU, ())),
+        # A clamp makes SwiGLU the clamped one.
+        *((CLAMP, (each,), (CLAMPED, (("limit", 7.0),)))
+          for each in (SWIGLU, "swiglu", "swiglu_precise", CLAMPED)),
+        *(({"swiglu_clamp_value": off}, (SWIGLU,), (SWIGLU, ())) for off in (0, 0.0, -1.0, None)),
+        # SiTU has the numbers of the layer, and a description precedes them.
+        *(({}, (each,), (SITU, BETAS)) for each in (SITU, "situ_glu")),
+        ({"situ_beta": 2.0, "situ_linear_beta": "none"}, (SITU,), (SITU, (("beta", 2.0),))),
+        *((NUMBERS_OF_ITS_OWN, (DESCRIBED + more,), (SITU, (("beta", 2.0),))) for more in ("", ":approx")),
+        (NUMBERS_OF_ITS_OWN, ("situ_glu:b=2.0",), (SITU, (("beta", 2.0), ("linear_beta", 5.0)))),
+    ],
+)  # fmt: skip
+def test_the_activation_of_a_call(fields, given, wanted):
+    assert with_fields(**fields).activation(*given) == wanted
 
 
-class TestVariables:
-    @pytest.mark.parametrize("name", ["SONIC_MOE_STAGEWISE_MEMORY", "USE_QUACK_GEMM"])
-    def test_of_another_meaning_are_reported_once(self, name, monkeypatch, said):
+@pytest.mark.parametrize("name", ["SONIC_MOE_STAGEWISE_MEMORY", "USE_QUACK_GEMM"])
+def test_variables_of_another_meaning_are_reported_once(name, monkeypatch, said):
+    refresh_fp8_config()
+    assert said() == []
+    monkeypatch.setenv(name, "1")
+    reload_environment()
+    for _ in range(3):
         refresh_fp8_config()
-        assert said() == []
-        monkeypatch.setenv(name, "1")
-        reload_environment()
-        for _ in range(3):
-            refresh_fp8_config()
-        assert len(said()) == 1 and f"{name}=1" in said()[0]
+    assert len(said()) == 1 and f"{name}=1" in said()[0]
