@@ -1,4 +1,4 @@
-"""FP8 copies on PaddleFleet's attributes, through the whole order of its events."""
+"""FP8 copies on PaddleFleet's attributes, through the whole order of its events; its layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from engine.moe_golden import make_problem
 from fleet.fleet_calls import Experts, FleetExpert, assert_same, swap_freed, write_unseen
-from framework import IS_PADDLE, numpy, torch
+from framework import IS_PADDLE, numpy, tensor, torch
 from weights.freed_memory import holds_memory
 
 from sonicmoe.fleet.layer import known_layer, weights_changed
@@ -18,6 +18,11 @@ from sonicmoe.fleet.weight_copies import (
     clear_all_fp8_weight_caches,
     copies_of,
     quantize_native_fp8_weights,
+)
+from sonicmoe.fleet.weight_layout import (
+    fused_grouped_w1_to_sonic,
+    fused_sonic_w1_to_grouped,
+    fused_transpose_w2_layout,
 )
 from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.gpu import W1_BLOCK, W2_BLOCK
@@ -138,3 +143,32 @@ def test_a_freed_parameter_that_changes_its_shape_is_read_in_its_new_layout():
     for weight in expert.weights:
         swap_freed(weight)
     assert np.array_equal(numpy(expert.call(fp8=True).out), expected)
+
+
+# Layouts.
+
+E, H, I = 3, 5, 4
+
+
+def numbered(*shape, dtype=torch.float32):
+    return tensor(np.arange(np.prod(shape)).reshape(shape) % 251, torch.float32).to(dtype)
+
+
+def raw(value):
+    """The bytes of a tensor."""
+    return numpy(value.contiguous().view(torch.uint8).to(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_round_trips_are_exact(dtype):
+    grouped, sonic = numbered(E, H, 2 * I, dtype=dtype), numbered(E, 2 * I, H, dtype=dtype)
+    down = numbered(E, I, H, dtype=dtype)
+    for there, back, value in (
+        (fused_grouped_w1_to_sonic, fused_sonic_w1_to_grouped, grouped),
+        (fused_sonic_w1_to_grouped, fused_grouped_w1_to_sonic, sonic),
+        (fused_transpose_w2_layout, fused_transpose_w2_layout, down),
+    ):
+        moved = there(value)
+        assert moved.dtype == dtype and moved.is_contiguous()
+        assert not np.array_equal(raw(moved), raw(value))
+        assert np.array_equal(raw(back(moved)), raw(value))

@@ -259,7 +259,7 @@ class TestGradients:
 
 @pytest.mark.skipif(not IS_PADDLE, reason="PyTorch casts gradients before a backward sees them")
 def test_an_e4m3_gradient_without_a_source_is_refused(problem):
-    """Nobody takes codes for numbers. With a source: tests/fleet/test_combine_grad.py."""
+    """Nobody takes codes for numbers. With a source: tests/fleet/test_double.py."""
 
     class Combine(PyLayer):
         @staticmethod
