@@ -98,7 +98,6 @@ ROWS = [
         topk,
         *((ShapeError, f"K is {k!r}; needed: 1 to 5", {"K": k}) for k in (6, 0, "2", 2.0, True)),
         (ShapeError, r"router_w has shape \(5, 31\); needed: \[E, H\] with H = 32", {"router_w": zeros(5, 31)}),
-        (ShapeError, r"router_w has shape \(32,\)", {"router_w": zeros(32)}),
         (ShapeError, r"w1 .*needed: 6 experts \(the rows of router_w\)", {"router_w": zeros(6, 32)}),
         (ShapeError, "w2 .*needed: 5 experts", {"w2": zeros(32, 24, 6)}),
         (ShapeError, r"w1 .*needed: 5 experts .*first are passed as w1.permute\(1, 2, 0\)", {"w1": zeros(5, 48, 32)}),
@@ -106,7 +105,6 @@ ROWS = [
         (ShapeError, "both or neither", {"b2": zeros(5, 32)}),
         (ShapeError, "b1 has shape", {"b1": zeros(5, 24), "b2": zeros(5, 32)}),
         (ShapeError, r"x has shape \(2, 4, 32\); needed: \[T, H\]", {"x": zeros(2, 4, 32)}),
-        (ShapeError, r"x has shape \(32,\); needed: \[T, H\]", {"x": zeros(32)}),
         (DTypeError, DTYPES, {"x": make_tokens(4, 32).bfloat16()}),
         (ConfigError, SWISH, {"activation_type": "swish"}),
         *((ConfigError, f"{name[:17]}.* is 'no'; needed: True or False", {name: "no"}) for name in SWITCHES),
@@ -117,7 +115,6 @@ ROWS = [
     *rows(
         three_triples,
         (RoutingError, "token_indices is not ascending", {"token_indices": ids(0, 2, 1)}),
-        (RoutingError, r"1 ids outside \[0, 8\)", {"token_indices": ids(0, 1, 8)}),
         (RoutingError, r"2 ids outside \[0, 8\)", {"token_indices": ids(-2, -1, 3)}),
         (ShapeError, r"shape \(2,\); needed: that of router_scores, \(3,\)", {"token_indices": ids(0, 1)}),
         (ShapeError, r"expert_indices has shape \(4,\)", {"expert_indices": ids(0, 1, 2, 3)}),
@@ -126,18 +123,13 @@ ROWS = [
         (DTypeError, "token_indices is float32", {"token_indices": zeros(3)}),
         (DTypeError, "expert_indices is float32", {"expert_indices": zeros(3)}),
         (ShapeError, r"w1 \[N1, H, E\] has shape \(48, 32, 5\); needed: 4 experts", {"E": 4}),
-        (ShapeError, "w1 .* needed: 5 experts", {"w1": zeros(48, 32, 4)}),
         (ShapeError, r"w1 .* needed: 5 experts .* w1.permute\(1, 2, 0\)", {"w1": zeros(5, 48, 32)}),
         (ShapeError, r"w1 has shape \(48, 5\); needed: \[N1, H, E\]", {"w1": zeros(48, 5)}),
         (ShapeError, "w1 has 46 rows per expert", {"w1": zeros(46, 32, 5)}),
         (ShapeError, "w2 has shape", {"w2": zeros(16, 24, 5)}),
-        (ShapeError, "both or neither", {"b1": zeros(5, 48)}),
         (ShapeError, r"x has shape \(8, 16\)", {"x": zeros(8, 16)}),
         (DTypeError, "x is float64", {"x": zeros(8, 32, dtype=torch.float64)}),
-        (DTypeError, "x is int32", {"x": zeros(8, 32, dtype=torch.int32)}),
         (ShapeError, r"x has shape \(2, 4, 32\); needed: \[T, H\]", {"x": zeros(2, 4, 32)}),
-        (ConfigError, SWISH, {"activation_type": "swish"}),
-        (ShapeError, "max_experts_per_token is '2'; needed: an integer", {"max_experts_per_token": "2"}),
         (ShapeError, "max_experts_per_token is 0; needed: .*, at least 1", {"max_experts_per_token": 0}),
         (ConfigError, FP8, {"use_fp8": "off"}),
         (ShapeError, f"and w1 looks transposed; {TURNED}", swapped("w1")),
@@ -362,25 +354,17 @@ def transformed(transform, trains, gradients):
 
 
 SIZES = {
-    "num_experts_per_tok is 5; only 4 experts": {"num_experts_per_tok": 5},
-    "num_experts is 0; needed: at least 1": {"num_experts": 0},
-    "num_experts_per_tok is 0": {"num_experts_per_tok": 0},
-    "hidden_size is 0": {"hidden_size": 0},
-    "intermediate_size is -8": {"intermediate_size": -8},
-    "num_experts is '4'; needed: at least 1": {"num_experts": "4"},
-    "num_experts_per_tok is 1.5; needed: at least 1": {"num_experts_per_tok": 1.5},
-    "hidden_size is None; needed: at least 1": {"hidden_size": None},
-    "intermediate_size is True; needed: at least 1": {"intermediate_size": True},
-}
+    "num_experts": (0, "4"), "num_experts_per_tok": (0, 1.5), "hidden_size": (None,), "intermediate_size": (-8, True),
+}  # fmt: skip
 ACTIVATION = r"activation_function is 'swish'; needed: one of \['swiglu', 'geglu', .*'gelu_tanh'\]"
 AVAILABLE = "; available: sonicmoe, sonicmoe_fp8, torch"
 ROWS += rows(
     construct,
-    *((ShapeError, words, change) for words, change in SIZES.items()),
+    (ShapeError, "num_experts_per_tok is 5; only 4 experts", {"num_experts_per_tok": 5}),
+    *((ShapeError, f"{name} is {bad!r}; needed: at least 1", {name: bad}) for name in SIZES for bad in SIZES[name]),
     (ConfigError, r"^activation_parameters is \[7.0\]; needed: num", {"activation_parameters": [7.0]}),
     (ConfigError, ACTIVATION, {"activation_function": "swish"}),
     (ConfigError, "^std is nan; needed: a number, at least 0", {"std": float("nan")}),
-    (ConfigError, "^std is '0.02'; needed: a number", {"std": "0.02"}),
     (ConfigError, "^add_bias is str; needed: True or False", {"add_bias": "no"}),
     (TypeError, r"unexpected keyword argument 'norm_topk_prob'$", {"norm_topk_prob": False}),
 )  # fmt: skip
@@ -412,9 +396,6 @@ ROWS += rows(
 ROWS += scenes(
     (EngineUnavailableError, "FP8BlockwiseTensor is not there: pass", lambda: FP8BlockwiseTensor.to_weights(HALF)),
     (ConfigError, "x_fp8 is Tensor; needed: None", sent_in_fp8),
-    (TypeError, r"MoE.__init__\(\) got an unexpected .* 'n_experts'$",
-     lambda: MoE(n_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=24)),
-    (TypeError, "missing 1 required positional argument", lambda: MoE(4, 2, 32)),
     *((LayoutError, r"^c_fc is Module, an adapter that would do nothing", partial(wrapped, backend))
       for backend in BACKENDS),
     (RoutingError, r"dispatched_probs of token 0, slot", broken_router),

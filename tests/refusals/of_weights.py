@@ -34,7 +34,6 @@ from sonicmoe.quant.format import BlockScaledTensor, Code, Orientation
 from sonicmoe.quant.recipes import RECIPES, BlockShape, iso
 from sonicmoe.quant.reference import quantize
 from sonicmoe.routing.build import build_routing, build_sorted_routing
-from sonicmoe.routing.metadata import check_alignment
 from sonicmoe.weight_source import WeightSource
 from sonicmoe.weights.parameters import PerExpertParameters
 from sonicmoe.weights.stacked import FusedParameters
@@ -135,9 +134,6 @@ ROWS += rows(
     (ShapeError, r"probs has shape \(4,\); needed: \(5,\)", {"probs": fp32(np.ones(4))}),
     (RoutingError, "probs of row 3 is nan", {"probs": NAN_ROW, "rows": 6, "validate": True}),
 )  # fmt: skip
-ROWS += scenes(
-    *((RoutingError, f"alignment is {bad}.*128", partial(check_alignment, bad)) for bad in (0, -128, 64, 130))
-)  # fmt: skip
 
 
 # Codes.
@@ -182,7 +178,6 @@ ROWS += rows(
 ROWS += rows(
     quantised_rows,
     (ShapeError, r"x has shape \(4, 24\); needed: \[T, C\] with C a multiple of 16", {"x": np.zeros((4, 24), np.float32)}),
-    (ShapeError, r"x has shape \(2, 4, 16\)", {"x": np.zeros((2, 4, 16), np.float32)}),
     (DTypeError, "x is float64; needed: bfloat16, float16 or float32", {"x": np.zeros((4, 16))}),
 )  # fmt: skip
 ROWS += scenes(
@@ -349,9 +344,7 @@ OF_HOPPER = [
 ROWS += rows(
     prepare,
     (ShapeError, r"w1 has shape \(4, 96\)", {"w1": (4, 96)}),
-    (ShapeError, r"w2 has shape \(80, 48\)", {"w2": (80, 48)}),
     (ShapeError, r"w2 has shape .*\(4, 80, 48\)", {"w2": (4, 81, 48)}),
-    (ShapeError, r"w2 has shape .*\(4, 80, 48\)", {"w2": (3, 80, 48)}),
     (ShapeError, "w1 has 95 rows per expert; swiglu with I=48 needs 96", {"w1": (4, 95, 80)}),
     (ShapeError, "relu with I=48 needs 48", {"settings": RELU}),
     (ShapeError, "both or neither", {"b1": (4, 96)}), (ShapeError, "both or neither", {"b2": (4, 80)}),
@@ -372,7 +365,6 @@ ROWS += rows(
     (ConfigError, "has 'limit'; swiglu has", {"name": "swiglu", "limit": 7.0}),
     (ConfigError, r"has 'beta'; swiglu_oai has \['alpha', 'limit'\]", {"beta": 1.0}),
     (ConfigError, r"\['alpha'\] is '1.7'; needed: a number", {"alpha": "1.7"}),
-    (ConfigError, r"\['limit'\] is nan; needed: a number", {"limit": float("nan")}),
     (ConfigError, r"\['limit'\] is True; needed: a number", {"limit": True}),
     (ConfigError, r"\['limit'\] is -7.0; needed: a number from 1.17", {"limit": -7.0}),
     *((ConfigError, rf"\['limit'\] is {bad}; needed: a number from", {"name": "swiglu_clamp", "limit": bad})
