@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from ranks_worker import BATCH, SCENARIOS, SIGNALS, run_scenario
 from small_run import SIZE_OPTIONS, run_python
 from worlds import TESTS, finish, free_ports, start_world, torchrun_variables
@@ -18,6 +19,7 @@ from worlds import TESTS, finish, free_ports, start_world, torchrun_variables
 from ernie_compat.checkpoint import load_checkpoint
 from ernie_compat.corpus import load_corpus
 from ernie_compat.metrics import read_metrics
+from ernie_compat.train_command import train
 from ernie_compat.trainer import CHECKPOINT_NAME, METRICS_NAME
 
 WORLD = 4
@@ -133,8 +135,19 @@ def test_a_killed_rank_stops_the_others_with_one_line(world):
         (line,) = [line for line in said if f"train: rank {rank} of 4 lost another" in line]
         assert line.endswith("start all ranks again from the last checkpoint")
     assert len(said) == 3
-    header, saved = load_checkpoint(world.directory / "killed" / CHECKPOINT_NAME)
-    assert header.step == 3 and all(np.isfinite(array).all() for array in saved.values())
+
+
+def test_a_kill_between_two_checkpoints_leaves_a_run_that_continues(world):
+    """In one process, whose metrics were ahead of the checkpoint."""
+    directory = world.directory / "killed"
+    steps = [record.step for record in read_metrics(directory / METRICS_NAME)]
+    header, saved = load_checkpoint(directory / CHECKPOINT_NAME)
+    assert (header.step, steps) == (3, [1, 2, 3, 4])
+    assert all(np.isfinite(array).all() for array in saved.values())
+    again = CliRunner().invoke(train, ["--resume", "--steps", "5", "--out", str(directory)])
+    assert again.exit_code == 0, again.output
+    assert load_checkpoint(directory / CHECKPOINT_NAME)[0].step == 5
+    assert [record.step for record in read_metrics(directory / METRICS_NAME)] == [1, 2, 3, 4, 5]
 
 
 def test_interrupted_ranks_save_one_checkpoint_together(world):

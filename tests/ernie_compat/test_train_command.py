@@ -6,16 +6,13 @@ import io
 import json
 import signal
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
-import processes
 import pytest
 from click.testing import CliRunner
 from numerics_cases import load_case
 from small_run import SIZE_OPTIONS, run_python, write_text
-from worlds import ROOT, environment
 
 from ernie_compat.checkpoint import load_checkpoint, read_header
 from ernie_compat.metrics import read_metrics
@@ -267,27 +264,7 @@ def test_tensors_that_were_not_captured_are_an_exit_code(run, monkeypatch):
     assert summary["captured"] == [] and run.saved_step == 2  # the run itself is whole
 
 
-# Killed, without a terminal, or without a word
-
-
-def test_a_kill_leaves_a_run_that_continues(text, tmp_path):
-    out = tmp_path / "run"
-    command = ["-m", "ernie_compat.train_command", "--framework", "torch", "--precision", "bf16"]
-    command += [*SIZE_OPTIONS, "--data", text, "--out", out]
-    command += ["--steps", "100000", "--checkpoint-every", "2"]
-    process = processes.start(command, environment(), ROOT)
-    begun, written = time.monotonic(), out / "metrics.jsonl"
-    while not (written.exists() and written.read_text().count("\n") >= 5):
-        assert process.poll() is None and time.monotonic() - begun < 300
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=120)
-    step = load_checkpoint(out / "checkpoint.npz")[0].step
-    # The metrics are ahead of the checkpoint, or as far; never behind.
-    done = [record.step for record in read_metrics(written)]
-    assert step >= 4 and done[:step] == list(range(1, step + 1))
-    again = invoke("--resume", "--steps", str(step + 1), "--out", str(out))
-    assert again.exit_code == 0 and read_header(out / "checkpoint.npz").step == step + 1
+# Without a terminal, or without a word. test_ernie_ranks.py kills it.
 
 
 class FullDisk(io.StringIO):
