@@ -90,6 +90,7 @@ def works_beside(paddle, torch):
     expert = SimpleNamespace(up_gate_proj=pair[0], down_proj=pair[1])
     refuses(FrameworkError, ["experts[0].up_gate_proj.weight is a torch tensor"], SonicMoEMlpNode, [expert], 1, 8, 6)
 """
+# `enable_compat()` without a scope, also after the other scopes that a training framework enables.
 GLOBALLY = """
 paddle.enable_compat(scope={"quack", "triton"}, silent=True)
 paddle.enable_compat(silent=True)
@@ -107,9 +108,9 @@ def python(*parts, **environment):
 
 
 @needs_torch
-def test_scoped_proxy_beside_real_torch():
+def test_proxies_beside_real_torch():
     """The package runs on Paddle, everything else keeps the real PyTorch, and their tensors are told
-    apart.
+    apart. Then the same under a global proxy.
     """
     python(
         WORKS,
@@ -118,7 +119,9 @@ def test_scoped_proxy_beside_real_torch():
         import paddle, torch
         assert torch.Tensor is not paddle.Tensor
         works_beside(paddle, torch)
+        forget()
         """,
+        GLOBALLY,
     )
 
 
@@ -151,12 +154,6 @@ def test_package_imported_with_torch_explains_itself_to_paddle_users():
         works_beside(paddle, torch)
         """,
     )
-
-
-@needs_torch
-def test_global_proxy_where_torch_is_installed():
-    """`enable_compat()` without a scope, also after the other scopes a training framework enables."""
-    python(WORKS, "import paddle", GLOBALLY)
 
 
 def test_scoped_proxy_with_a_blocked_torch_module():
