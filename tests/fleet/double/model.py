@@ -58,7 +58,7 @@ class PlainExperts(nn.Layer):
 
 
 class PlainMoE(nn.Layer):
-    """Gate and plain experts, without a dispatcher."""
+    """Gate and plain experts, without a dispatcher. `router` is Fleet's."""
 
     def __init__(self, config, router):
         super().__init__()
