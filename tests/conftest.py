@@ -36,7 +36,7 @@ from sonicmoe.log import forget_what_was_said, logger
 
 # So that a failed assertion there shows its values, as one in a test file does.
 pytest.register_assert_rewrite(
-    "gpu.engine_cases", "gpu.engine_contract", "gpu.gradient_memory", "gpu.device"
+    "gpu.engine_cases", "gpu.gradient_memory", "gpu.device"
 )
 
 # Every test starts from the defaults, whatever the shell exported.

@@ -30,17 +30,14 @@ def ids(value):
 
 
 class Memory:
-    """sizes: E, N1, H, I. arrangement: a method below. mode: of the targets."""
+    """sizes: E, N1, H, I. arrangement: a method below."""
 
-    def __init__(
-        self, sizes, layout, arrangement, dtype=torch.float32, mode=GradientMode.MAIN_GRAD
-    ):
+    def __init__(self, sizes, layout, arrangement, dtype=torch.float32):
         experts, n1, hidden, inner = sizes
         self.layout, self.allocations, self.dtype = layout, [], dtype
-        self.native = (n1, hidden, inner)
         matrices = ((n1, hidden), (hidden, inner))
         matrices = [size[::-1] if layout.transposed else size for size in matrices]
-        self.targets = GradientTargets(*getattr(self, arrangement)(matrices, experts), mode)
+        self.targets = GradientTargets(*getattr(self, arrangement)(matrices, experts))
         self.wanted = [memory.clone() for memory in self.allocations]
 
     def allocate(self, *shape):
@@ -49,22 +46,16 @@ class Memory:
         self.allocations.append(values.to(self.dtype))
         return self.allocations[-1]
 
-    def each(self, sizes, experts, make):
-        """Of matrices that are made one by one."""
-        return [
-            GradientPlaces.per_expert([make(m, n) for _ in range(experts)], self.layout)
-            for m, n in sizes
-        ]
-
-    def together(self, sizes, experts, make):
-        """Of one tensor for each projection."""
-        return [GradientPlaces.stacked(make(m, n), experts, self.layout) for m, n in sizes]
-
     # ---- a tensor for every expert ----
 
     def own(self, sizes, experts):
         """Strangers before and behind it."""
-        return self.each(sizes, experts, lambda m, n: self.allocate(m * n + 64)[40:-24].view(m, n))
+        return [
+            GradientPlaces.per_expert(
+                [self.allocate(m * n + 64)[40:-24].view(m, n) for _ in range(experts)], self.layout
+            )
+            for m, n in sizes
+        ]
 
     def slices(self, sizes, experts):
         """Equally far apart in one communication buffer, up and down of an expert side by side."""
@@ -84,37 +75,38 @@ class Memory:
 
     # ---- one tensor of all experts ----
 
-    def stacked(self, sizes, experts):
-        """Strangers before and behind it."""
-
-        def make(m, n):
-            memory = self.allocate(experts * m * n + 64)[40:-24]
-            if self.layout.apart and len(self.allocations) == 1:
-                return memory.view(2, experts, m // 2, n)
-            return memory.view(experts, m, n)
-
-        return self.together(sizes, experts, make)
-
     def stacked_slices(self, sizes, experts):
         """Equally far apart in a communication buffer that holds other gradients too."""
-
-        def make(m, n):
-            return self.allocate(experts, m * n + 16)[:, 8:-8].unflatten(1, (m, n))
-
-        return self.together(sizes, experts, make)
+        return [
+            GradientPlaces.stacked(
+                self.allocate(experts, m * n + 16)[:, 8:-8].unflatten(1, (m, n)),
+                experts,
+                self.layout,
+            )
+            for m, n in sizes
+        ]
 
     def experts_inside_permuted(self, sizes, experts):
         """The axes in another order of memory, rows and matrices padded."""
-
-        def make(m, n):
-            return self.allocate(n, experts, m + 8)[:, :, :-8].permute(1, 2, 0)
-
-        return self.together(sizes, experts, make)
+        return [
+            GradientPlaces.stacked(
+                self.allocate(n, experts, m + 8)[:, :, :-8].permute(1, 2, 0), experts, self.layout
+            )
+            for m, n in sizes
+        ]
 
     # ---- what it must hold ----
 
-    def expect(self, dw1, dw2, over=False):
-        """Add native gradients where they belong, as a flush does; `over`: write them there."""
+    def check(self):
+        """Every byte of every allocation."""
+        for index, (memory, wanted) in enumerate(zip(self.allocations, self.wanted, strict=True)):
+            differ = int((raw(memory) != raw(wanted)).sum())
+            assert differ == 0, f"allocation {index} {tuple(memory.shape)}: {differ} bytes differ"
+
+    def take(self, dw1, dw2, over=False):
+        """Assert that native gradients were added where they belong, as a flush adds them; `over`: that they
+        were written there.
+        """
         held = [memory.clone() for memory in self.allocations]
         for memory, wanted in zip(self.allocations, self.wanted, strict=True):
             memory.copy_(wanted)
@@ -129,16 +121,6 @@ class Memory:
         self.wanted = [memory.clone() for memory in self.allocations]
         for memory, now in zip(self.allocations, held, strict=True):
             memory.copy_(now)
-
-    def check(self):
-        """Every byte of every allocation."""
-        for index, (memory, wanted) in enumerate(zip(self.allocations, self.wanted, strict=True)):
-            differ = int((raw(memory) != raw(wanted)).sum())
-            assert differ == 0, f"allocation {index} {tuple(memory.shape)}: {differ} bytes differ"
-
-    def take(self, dw1, dw2, **options):
-        """`expect`, then `check`."""
-        self.expect(dw1, dw2, **options)
         self.check()
 
 

@@ -1,12 +1,11 @@
-"""The BF16 engine on the GEMMs of quack-kernels: the contract of the plain engines, and every tiling, on
-the class for sm120, whose instructions Hopper has too. Hopper's own GEMMs have `test_bf16_sm90_gpu.py`.
+"""The BF16 engine on the GEMMs of quack-kernels: every tiling of the class for sm120, whose instructions
+Hopper has too. Hopper's own GEMMs have `test_oracle_gpu.py`.
 """
 
 from __future__ import annotations
 
 import pytest
-from gpu.engine_cases import ARCH, SWIGLU, H, I, build, check, kernels_of_the_contract, make_case
-from gpu.engine_contract import PlainEngineContract
+from gpu.engine_cases import ARCH, SWIGLU, H, I, build, check, make_case
 from kernels.gemm_matrix import tiled
 
 from sonicmoe.engine import bf16
@@ -20,7 +19,6 @@ from sonicmoe.kernels.cuda_wgrad import expert_rows_source
 pytestmark = pytest.mark.gpu
 pytest.importorskip("quack", reason="quack-kernels compiles these GEMMs, and is not installed here")
 
-OURS = Bf16Engine()
 FAMILY = "sm120"
 SHAPE = MlpShape(H, I, SWIGLU, arch=ARCH, family=FAMILY)
 # As this GPU runs them: without cluster launch control.
@@ -35,16 +33,11 @@ def compiled():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SERVED_BY, ARCH, FAMILY)
         patch.setattr(bf16, "_is_hopper", lambda device: False)
-        gemms = kernels_of_the_contract(MlpShape, all_kernels)
-        gemms += [tiled(product, config, SHAPE) for product, config in TILINGS]
+        gemms = [*all_kernels(SHAPE), *(tiled(*tiling, SHAPE) for tiling in TILINGS)]
         assert {dict(gemm.statics)["family"] for gemm in gemms} == {FAMILY}
         build([*cuda_sources(ARCH), expert_rows_source(ARCH), *gemms])
         with no_compile():
             yield
-
-
-class TestBf16Engine(PlainEngineContract):
-    engine = OURS
 
 
 @pytest.mark.parametrize(("product", "config"), TILINGS, ids=str)
@@ -52,6 +45,6 @@ def test_every_tiling(product, config, monkeypatch):
     monkeypatch.setitem(FAMILIES[FAMILY].candidates, product, ((config, 1.0),))
     grouped_gemms.cache_clear()
     try:
-        check(make_case(seed=1), OURS)
+        check(make_case(seed=1), Bf16Engine())
     finally:
         grouped_gemms.cache_clear()

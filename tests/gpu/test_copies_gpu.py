@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import gc
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
 from gpu.device import LONG, captured, compiled_beforehand
-from node.direct_layers import ARRANGEMENTS, DirectLayer, Setup, assert_same_bits
+from node.direct_layers import DirectLayer, Setup, assert_same_bits
 from weights.freed_memory import free, holds_memory, restore
 
 from sonicmoe import SonicMoEConfig
@@ -29,31 +28,25 @@ def setup_for(sizes=(E, H, I, K), **changes):
     return Setup(config, "cuda", torch.bfloat16, sizes, T)
 
 
-FP8, ISO = setup_for(), setup_for(iso_weight=True)
+# How FP8 is done, and whether forward's order of the copies may go before the backwards.
 MODES = {
-    "perf": (FP8, True),
+    "perf": (setup_for(), True),
     "mem": (setup_for(fp8_mode="mem"), True),
-    "iso": (ISO, False),
+    "iso": (setup_for(iso_weight=True), False),
     "recompute_z": (setup_for(recompute_z=True), False),
     "bf16 wgrad": (setup_for(fp8_wgrad=False), True),
 }
+compiled = compiled_beforehand(*((setup.config, (E, H, I)) for setup, _ in MODES.values()))
 
 
-compiled = compiled_beforehand(
-    *product((setup.config for setup, _ in MODES.values()), ((E, H, I), LARGE[:3]))
-)
-
-
-def outstanding(layer, seeds=(0, 1, 2), copies=None, through=None, before_backward=lambda: None):
+def outstanding(layer, seeds=(0, 1, 2), copies=None, before_backward=lambda: None):
     """All forwards, then all backwards: results of every micro-batch and every gradient."""
     node = layer.node if copies is None else partial(layer.node, copies=copies)
     calls = []
     for seed in seeds:
         x, indices, probs, dout = layer.batch(seed)
         leaves = [leaf.detach().requires_grad_() for leaf in (x, probs)]
-        call = partial(through, node) if through else node
-        out = call(leaves[0], None, indices, leaves[1])
-        calls.append((out, dout, *leaves))
+        calls.append((node(leaves[0], None, indices, leaves[1]), dout, *leaves))
     before_backward()
     found = []
     for out, dout, x, probs in calls:
@@ -62,22 +55,18 @@ def outstanding(layer, seeds=(0, 1, 2), copies=None, through=None, before_backwa
     return found + [gradient.clone() for gradient in layer.main_grads]
 
 
-def freed_layer(setup=None, arrangement="native"):
+def freed_layer(setup):
     """A layer without memory of its parameters, and its copies."""
-    layer = DirectLayer(setup or FP8, arrangement)
+    layer = DirectLayer(setup, "native")
     copies = layer.node.make_copies()
     free(*layer.weights)
     return layer, copies
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize(("setup", "release"), MODES.values(), ids=MODES)
-def test_the_bits_of_a_layer_that_keeps_its_memory(arrangement, setup, release):
-    """Forward's order of the copies may go before the backwards."""
-    if not setup.config.fp8_wgrad and arrangement != "native":
-        pytest.skip("the BF16 GEMMs of the weight gradients add to native parameters only")
-    wanted = outstanding(DirectLayer(setup, arrangement))
-    layer, copies = freed_layer(setup, arrangement)
+def test_the_bits_of_a_layer_that_keeps_its_memory(setup, release):
+    wanted = outstanding(DirectLayer(setup, "native"))
+    layer, copies = freed_layer(setup)
 
     def then():
         assert (copies.release_forward() == "") is release
@@ -131,8 +120,9 @@ def test_released_memory_is_not_taken_while_another_stream_reads_it():
     """The buffers belong to the first stream, and the forward that reads them runs late on a
     second one.
     """
-    wanted = outstanding(DirectLayer(FP8, "native"), (0,))
-    layer, copies = freed_layer()
+    setup, _ = MODES["perf"]
+    wanted = outstanding(DirectLayer(setup, "native"), (0,))
+    layer, copies = freed_layer(setup)
     sizes = [copies.weights.w1.bytes.numel(), copies.weights.w2.bytes.numel()]
     x, indices, probs, dout = layer.batch(0)
     leaves = [leaf.detach().requires_grad_() for leaf in (x, probs)]
@@ -153,8 +143,9 @@ def test_released_memory_is_not_taken_while_another_stream_reads_it():
 
 
 def test_a_graph_reads_the_copies_and_keeps_forwards_order():
-    wanted = outstanding(DirectLayer(FP8, "native"), (0,))
-    layer, copies = freed_layer()
+    setup, _ = MODES["perf"]
+    wanted = outstanding(DirectLayer(setup, "native"), (0,))
+    layer, copies = freed_layer(setup)
     x, indices, probs, dout = layer.batch(0)
 
     def once():

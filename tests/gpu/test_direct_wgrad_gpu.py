@@ -5,7 +5,7 @@ and flushing, in every layout and arrangement, and not a byte beside the destina
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -28,21 +28,15 @@ from sonicmoe.routing.build import build_routing
 
 pytestmark = pytest.mark.gpu
 
-PLAIN = EngineSettings()
 # (T, H, I, E, K): I an odd number of 64s, H no multiple of 128, one token, experts without tokens,
 # more experts than one launch has maps for
 SHAPES = [
-    (300, 512, 256, 4, 2),
     (700, 272, 320, 6, 3),
-    (130, 2880, 192, 3, 1),
     (1, 144, 64, 5, 1),
     (1000, 400, 64, 40, 3),
     (1500, 272, 64, 260, 2),
 ]
-ARRANGEMENTS = (
-    *("own", "slices", "stacked", "stacked_slices"),
-    *("experts_inside_permuted", "some_frozen"),
-)
+ARRANGEMENTS = ("own", "slices", "some_frozen", "stacked_slices", "experts_inside_permuted")
 DTYPES = {
     WgradOutput.ADD_F32: torch.float32, WgradOutput.WRITE_F32: torch.float32,
     WgradOutput.WRITE_BF16: torch.bfloat16,
@@ -54,17 +48,12 @@ def memory_of(shape, layout, arrangement, dtype=torch.float32):
     return Memory((experts, 2 * inner, hidden, inner), layout, arrangement, dtype)
 
 
-@pytest.fixture(scope="module")
-def module():
-    return fp8_wgrad_source("sm_90a").load()
-
-
 class Operands:
     """Token-major codes and scales of dz, x, dout and y1s, and the native gradients from them."""
 
-    def __init__(self, module, shape, seed=0):
+    def __init__(self, shape):
         tokens, hidden, inner, experts, topk = shape
-        generator = torch.Generator("cuda").manual_seed(seed)
+        generator = torch.Generator("cuda").manual_seed(0)
         scores = torch.rand((tokens, experts), generator=generator, device="cuda")
         scores[:, experts // 2] = -1.0
         probs = torch.rand((tokens, topk), generator=generator, device="cuda")
@@ -76,20 +65,20 @@ class Operands:
             stored = transpose_storage(quantize(torch.where(real, values, 0.0), block))
             return stored.codes, stored.scale_inv
 
-        self.module, of = module, RECIPES[HOPPER.recipes[0]]
+        self.module, of = fp8_wgrad_source("sm_90a").load(), RECIPES[HOPPER.recipes[0]]
         self.left = made(2 * inner, of.wgrad_dz), made(hidden, of.wgrad_dout)
         self.right = made(hidden, of.wgrad_x), made(inner, of.wgrad_y1s)
         sizes = ((2 * inner, hidden), (hidden, inner))
         self.native = [torch.zeros((experts, m, n), device="cuda") for m, n in sizes]
         for left, right, sums in zip(self.left, self.right, self.native, strict=True):
-            self.launch(left, right, added_to(module, sums))
+            self.launch(left, right, added_to(self.module, sums))
 
     def launch(self, left, right, to, multiprocessors=0):
         stream = current_stream(left[0])
         offsets = self.routing.padded_offsets
         self.module.grouped_wgrad(*left, *right, offsets, to, multiprocessors, stream)
 
-    def put(self, targets, multiprocessors=0, output=WgradOutput.ADD_F32):
+    def put(self, targets, multiprocessors, output):
         """As the passes do."""
         for weight, split, left, right in (
             (targets.up, targets.up.layout.split_half, self.left[0], self.right[0]),
@@ -100,17 +89,7 @@ class Operands:
             self.launch(left, right, to, multiprocessors)
 
 
-@pytest.fixture(scope="module")
-def operands(module):
-    """By shape, made once."""
-    made = {}
-
-    def of(shape):
-        if shape not in made:
-            made[shape] = Operands(module, shape)
-        return made[shape]
-
-    return of
+operands = cache(Operands)  # of a shape
 
 
 @pytest.mark.parametrize(
@@ -118,7 +97,7 @@ def operands(module):
     pairwise(SHAPES, ARRANGEMENTS, LAYOUTS, list(DTYPES)),
     ids=ids,
 )
-def test_the_bits_of_accumulating_and_flushing(operands, layout, arrangement, shape, output):
+def test_the_bits_of_accumulating_and_flushing(layout, arrangement, shape, output):
     """Added, or written over whatever was there, rounded once and zeros for experts without tokens; again
     on an odd number of multiprocessors. All bytes around are as before.
     """
@@ -183,12 +162,11 @@ def test_fetched_sums_have_the_bits_of_the_copy_engines(addition):
 @pytest.mark.parametrize(
     ("engine", "settings", "layout", "arrangement"),
     [
-        (HopperEngine(), FP8, LAYOUTS[3], "own"), (HopperEngine(), FP8, LAYOUTS[3], "slices"),
-        (Bf16Engine(), PLAIN, LAYOUTS[0], "stacked_slices"),
-        (Bf16Engine(), PLAIN, LAYOUTS[2], "stacked_slices"),
+        (HopperEngine(), FP8, LAYOUTS[3], "own"),
+        (Bf16Engine(), EngineSettings(), LAYOUTS[0], "stacked_slices"),
     ],
-    ids=["hopper-own", "hopper-slices", "bf16-NH", "bf16-HN"],
-)  # fmt: skip
+    ids=["hopper", "bf16"],
+)
 def test_replays_of_a_graph_add_each_time(engine, settings, layout, arrangement):
     """Also after other memory was added to."""
     case = make_case(700, hidden=272, intermediate=320, seed=3)

@@ -28,17 +28,6 @@ def kernel():
     return flush_source("sm_90a").load()
 
 
-@pytest.fixture(scope="module")
-def flush_gradients(kernel):
-    return kernel.flush_gradients
-
-
-def native_gradients(experts, n1, hidden, intermediate, seed=0):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    shapes = (experts, n1, hidden), (experts, hidden, intermediate)
-    return [torch.randn(shape, generator=generator, device="cuda") for shape in shapes]
-
-
 def in_fresh_memory(gradient):
     """Whatever the layout: the flush zeroes the accumulators, which the expected values must outlive."""
     return gradient.clone(memory_format=torch.contiguous_format)
@@ -54,11 +43,11 @@ def held_before(shape, dtype, offset):
     ("dtype", "offset", "transposed", "split_half", "fresh"),
     pairwise(DTYPES, [0, 1, 2], *[[False, True]] * 3),
 )
-def test_every_layout(kernel, flush_gradients, dtype, transposed, split_half, fresh, offset):
+def test_every_layout(kernel, dtype, transposed, split_half, fresh, offset):
     layout = WeightLayout(transposed, split_half)
     for experts, hidden, intermediate in SIZES:
-        n1 = 2 * intermediate
-        dw1, dw2 = native_gradients(experts, n1, hidden, intermediate)
+        dw1 = torch.randn((experts, 2 * intermediate, hidden), device="cuda")
+        dw2 = torch.randn((experts, hidden, intermediate), device="cuda")
         user = layout.user_w1(dw1), layout.user_w2(dw2)
         wanted = [gradient for both in map(in_fresh_memory, user) for gradient in both]
         targets = [held_before(gradient.shape, dtype, offset) for gradient in wanted]
@@ -69,14 +58,14 @@ def test_every_layout(kernel, flush_gradients, dtype, transposed, split_half, fr
         targets[1] = None  # frozen
         code = kernel.gradient_format(dtype_name(dtype), fresh)
         table = [word for t in targets for word in ((0, 0) if t is None else (t.data_ptr(), code))]
-        flush_gradients(dw1, dw2, table, transposed, split_half, current_stream(dw1))
+        kernel.flush_gradients(dw1, dw2, table, transposed, split_half, current_stream(dw1))
         for index, (got, want) in enumerate(zip(targets, wanted, strict=True)):
             assert got is None or torch.equal(got, want), (experts, hidden, intermediate, index)
         assert not dw1.any() and not dw2.any()
 
 
 @pytest.mark.large
-def test_past_two_to_the_31_elements(kernel, flush_gradients):
+def test_past_two_to_the_31_elements(kernel):
     experts, n1, hidden = 200, 4096, 2688
     assert experts * n1 * hidden > 2**31
     dw1 = torch.randn((experts, n1, hidden), device="cuda")
@@ -89,7 +78,7 @@ def test_past_two_to_the_31_elements(kernel, flush_gradients):
     )
     into = GradientTargets(*(GradientPlaces.stacked(t, experts, layout) for t in (target, small)))
     table = flush_table(kernel, into, [False, False])
-    flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
+    kernel.flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
     for expert, gradient in want.items():
         assert torch.equal(target[expert], 1 + gradient), expert
     assert not dw1.any()

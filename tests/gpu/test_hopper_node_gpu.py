@@ -5,12 +5,11 @@ weights, and the memory that gradients need.
 from __future__ import annotations
 
 import logging
-from itertools import product
 
 import pytest
 import torch
 from gpu.device import LONG, captured, compiled_beforehand
-from gpu.hopper_step import FP8, E, H, I, K, T, layer
+from gpu.hopper_step import FP8, E, H, I, T, layer
 from node.direct_layers import assert_same_bits, relative
 
 from sonicmoe import SonicMoEConfig
@@ -39,7 +38,7 @@ adding = pytest.mark.parametrize(
 )
 
 
-compiled = compiled_beforehand(*product((FP8, BF16), ((E, H, I), LARGE[:3])))
+compiled = compiled_beforehand((FP8, (E, H, I)), (BF16, (E, H, I)))
 
 
 def whole_step(made, *batches):
@@ -97,37 +96,21 @@ def test_captured_in_a_cuda_graph(options):
         assert_same_bits([*results, *made.main_grads], wanted)
 
 
-def test_micro_batches_on_a_side_stream():
-    batches = batches_of(700, 129, 1024)
-    wanted, made = whole_step(layer(), *batches), layer()
-    originals = [x.detach().clone() for x, *_ in batches]
-    with torch.no_grad():
-        for x, *_ in batches:
-            x.fill_(float("nan"))  # what the caller's stream would read
-    torch.cuda.synchronize()
-    side, results = torch.cuda.Stream(), []
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(20_000_000)
-        for batch, original in zip(batches, originals, strict=True):
-            with torch.no_grad():
-                batch[0].copy_(original)
-            results += made.run(batch)
-    torch.cuda.current_stream().wait_stream(side)
-    made.node.step()
-    assert_same_bits(results + made.main_grads, wanted)
-
-
 @each_config
 def test_two_streams_share_a_node(config):
-    """The first is late, and nobody waits for it: the second needs the weights it prepares, and
-    adds to the sums it adds to.
+    """The first is late, and nobody waits for it, nor reads its tokens before: the second needs the
+    weights it prepares, and adds to the sums it adds to.
     """
     batches = batches_of(700, 513)
     wanted, made = whole_step(layer(config), *batches), layer(config)
     streams, results = [torch.cuda.Stream() for _ in batches], []
+    late = batches[0][0].detach()
+    tokens = late.clone()
+    late.fill_(float("nan"))
     torch.cuda.synchronize()
     with torch.cuda.stream(streams[0]):
         torch.cuda._sleep(LONG)
+        late.copy_(tokens)
     for stream, batch in zip(streams, batches, strict=True):
         with torch.cuda.stream(stream):
             results += made.run(batch)
@@ -135,20 +118,6 @@ def test_two_streams_share_a_node(config):
         torch.cuda.current_stream().wait_stream(stream)
     made.node.step()
     assert_same_bits(results + made.main_grads, wanted)
-
-
-@each_config
-def test_weight_gradients_that_wait_are_the_same_bits(config):
-    """Whatever the caller writes into memory that a backward has dropped."""
-    batches = batches_of(700, 4096, 300)
-    wanted = whole_step(layer(config), *batches)
-    for _ in range(3):
-        made, results = layer(config, flush="step"), []
-        for batch in batches:
-            results += made.run(batch)
-            torch.full([len(batch[0]) * K * 4, 2 * I], float("nan"), device="cuda")
-        made.node.step()
-        assert_same_bits(results + made.main_grads, wanted)
 
 
 @adding
@@ -201,35 +170,24 @@ def test_gradients_that_are_added_at_once_hold_no_memory(config, options):
     assert step - direct >= 0.98 * accumulators
 
 
-class TestWeightsThatChange:
-    def test_without_a_step(self):
-        """By an optimizer that the node is not told of, and through `.data`, which moves no version
-        counter.
-        """
-        made, (batch,) = layer(), batches_of(700)
-        optimizer = torch.optim.AdamW(made.weights, lr=1e-2, fused=True)
-        seen = [made.run(batch)[0]]
-        for change in (optimizer.step, lambda: [w.data.mul_(-0.75) for w in made.weights]):
-            for weight in made.weights:
-                weight.grad = torch.randn_like(weight)
-            change()
-            other = layer()
-            for mine, its in zip(other.weights, made.weights, strict=True):
-                mine.data.copy_(its.data)
-            got = made.run(batch)
-            assert_same_bits(got, other.run(batch))
-            assert all(relative(got[0], before) > 0.01 for before in seen)
-            seen.append(got[0])
-
-    def test_between_a_forward_and_its_backward(self):
-        made, (batch,) = layer(), batches_of(700)
-        x, indices, probs, dout = batch
-        late = made.node(x, None, indices, probs)
-        with torch.no_grad():
-            made.experts[0].down_proj.weight.mul_(0.5)
-        made.run(batch)
-        with pytest.raises(RuntimeError, match="between this forward and its backward"):
-            late.backward(dout)
+def test_weights_that_change_without_a_step():
+    """By an optimizer that the node is not told of, and through `.data`, which moves no version
+    counter.
+    """
+    made, (batch,) = layer(), batches_of(700)
+    optimizer = torch.optim.AdamW(made.weights, lr=1e-2, fused=True)
+    before = made.run(batch)[0]
+    for change in (optimizer.step, lambda: [w.data.mul_(-0.75) for w in made.weights]):
+        for weight in made.weights:
+            weight.grad = torch.randn_like(weight)
+        change()
+        other = layer()
+        for mine, its in zip(other.weights, made.weights, strict=True):
+            mine.data.copy_(its.data)
+        got = made.run(batch)
+        assert_same_bits(got, other.run(batch))
+        assert relative(got[0], before) > 0.01
+        before = got[0]
 
 
 def test_warm_up_plans_every_kernel_of_a_step(monkeypatch):

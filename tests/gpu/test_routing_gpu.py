@@ -1,8 +1,9 @@
-"""Routing metadata on the GPU against plain operations: bit for bit, whatever the memory held before."""
+"""Routing metadata, and sums over the slots of a token, on the GPU against plain operations: bit for bit,
+whatever the memory held before.
+"""
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import replace
 from functools import partial
@@ -19,11 +20,13 @@ from kernels.routing_cases import (
     check_built,
     check_slot_values,
     check_sorted,
+    check_sums,
     corpus,
     distinct_probs,
     moved_by,
     sentinels,
     sorted_by,
+    summed_by,
     topk_of,
 )
 
@@ -31,14 +34,13 @@ from sonicmoe.architectures import ARCHITECTURES
 from sonicmoe.diagnostics.experts_under_test import memory_full_of_nan
 from sonicmoe.kernels import routing_metadata_source
 from sonicmoe.routing import backends
-from sonicmoe.routing.build import build_routing, build_sorted_routing
+from sonicmoe.routing.build import build_routing, build_sorted_routing, num_rows_bound
 from sonicmoe.routing.combine import scatter_to_slots
 
 pytestmark = pytest.mark.gpu
 
-# The automatic choice, grids of full and of partial tiles, of one CTA, of more CTAs than there are
-# slots for; and Triton.
-SHAPES = {"auto": 0, "grid132": 132, "grid40": 40, "grid7": 7, "grid1": 1}
+# The automatic choice, grids of full and of partial tiles, and of one CTA.
+SHAPES = {"auto": 0, "grid132": 132, "grid7": 7, "grid1": 1}
 
 
 def small_tiles():
@@ -50,10 +52,7 @@ def small_tiles():
         return backends.CudaKernels(source.arch)
 
 
-KERNELS = (*SHAPES, "small tiles", "triton")
-
-
-@pytest.fixture(scope="module", params=KERNELS)
+@pytest.fixture(scope="module", params=(*SHAPES, "small tiles", "triton"))
 def kernels(request):
     if request.param == "triton":
         return backends.TritonKernels()
@@ -78,7 +77,8 @@ def test_corpus(kernels, dtype, counts_known, poisoned):
         valid = indices[(indices >= 0) & (indices < experts)]
         counts = torch.bincount(valid, minlength=experts).tolist() if counts_known else None
         on_gpu = indices.to(dtype).cuda()
-        check_built(kernels, on_gpu, experts, name, 128 << (number % 3), counts)
+        routing = check_built(kernels, on_gpu, experts, name, 128 << (number % 3), counts)
+        check_slot_values(kernels, routing, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -86,61 +86,42 @@ def test_rows_in_expert_order(kernels, dtype, poisoned):
     check_sorted(kernels, dtype, "cuda", scale=20)
 
 
-@functools.cache
-def large_case(name):
-    """(indices on the GPU, num_experts), made once for all kernels."""
-    generator = torch.Generator().manual_seed(len(name))
-    if name == "all_on_one":
-        indices, experts = torch.full((4_194_304, 1), 3), 8
-    elif name == "all_on_each":
-        indices, experts = torch.arange(8).expand(524_288, 8).contiguous(), 8
-    elif name == "99_percent_invalid":
-        rare = torch.rand(524_288, 8, generator=generator) < 0.01
-        experts = 64
-        anywhere = torch.randint(0, experts, rare.shape, generator=generator)
-        indices = torch.where(rare, anywhere, -1)
-    else:
-        tokens, topk, experts = (int(part) for part in name.split("x"))
-        local = torch.randint(0, experts + experts // 4 + 1, (tokens, topk), generator=generator)
-        indices = sentinels(local, experts, 0)
-    return indices.cuda(), experts
+# T, K and experts of large batches; or ids that all name one expert, or every one.
+LARGE = ((131072, 8, 32), (524288, 8, 512), (131072, 32, 64), "all on one", "all on each")
 
 
-ALL_LARGE = (
-    *("16384x8x8", "16384x8x512", "131072x8x32", "524288x8x8", "524288x8x128", "524288x8x512"),
-    *("131072x32x64", "all_on_one", "all_on_each", "99_percent_invalid"),
-)
-MOST_USED = ("auto", "triton")
-
-
-# The kernels that are chosen take every large batch; the other grids take them in turns.
-@pytest.mark.parametrize(
-    ("kernels", "name"),
-    [
-        (kernel, name)
-        for turn, kernel in enumerate(KERNELS)
-        for index, name in enumerate(ALL_LARGE)
-        if kernel in MOST_USED or index % len(KERNELS) == turn
-    ],
-    indirect=["kernels"],
-)
-def test_large(kernels, name, poisoned):
-    check_built(kernels, *large_case(name), name)
+def test_large(kernels, poisoned):
+    for name in LARGE:
+        if name == "all on one":
+            indices, experts = torch.full((4_194_304, 1), 3), 8
+        elif name == "all on each":
+            indices, experts = torch.arange(8).expand(524_288, 8).contiguous(), 8
+        else:
+            tokens, topk, experts = name
+            generator = torch.Generator().manual_seed(experts)
+            local = (0, experts + experts // 4 + 1, (tokens, topk))
+            indices = sentinels(torch.randint(*local, generator=generator), experts, 0)
+        check_built(kernels, indices.cuda(), experts, name)
 
 
 def test_repeats_are_bit_equal(kernels):
-    indices = topk_of(8192, 8, 64, 3).cuda()
-    probs = torch.rand(8192, 8).cuda()
+    indices, probs = topk_of(8192, 8, 64, 3).cuda(), torch.rand(8192, 8).cuda()
     first = built_by(kernels, indices, probs, 64)
     for _ in range(50):
-        again = built_by(kernels, indices, probs, 64)
-        assert all(torch.equal(a, b) for a, b in zip(first.tensors(), again.tensors(), strict=True))
+        assert_same(built_by(kernels, indices, probs, 64), first, "again")
 
 
 def test_graph_replay_follows_its_inputs(kernels):
     indices, probs = torch.zeros((4096, 8), dtype=torch.int64).cuda(), torch.zeros(4096, 8).cuda()
-    built_by(kernels, indices, probs, 48)
-    graph, routing = captured(lambda: built_by(kernels, indices, probs, 48))
+    rows = torch.randn((num_rows_bound(4096 * 8, 48, 128), 1024), device="cuda")
+
+    def step():
+        routing = built_by(kernels, indices, probs, 48)
+        return routing, summed_by(kernels, rows, routing, weighted=True)
+
+    step()
+    with waiting_is_an_error():
+        graph, (routing, sums) = captured(step)
     for seed in range(3):
         fresh = sentinels(topk_of(4096, 8, 64, seed), 48, seed)
         indices.copy_(fresh)
@@ -148,6 +129,7 @@ def test_graph_replay_follows_its_inputs(kernels):
         graph.replay()
         torch.cuda.synchronize()
         assert_same(routing, built_by(PLAIN, indices, probs, 48), seed)
+        assert torch.equal(sums, summed_by(PLAIN, rows, routing, weighted=True))
 
 
 def test_never_waits_for_the_gpu(kernels):
@@ -194,11 +176,6 @@ def test_it_starts_beside_collectives():
         word.fill_(1)
 
 
-def test_slot_values(kernels, poisoned):
-    for name, indices, experts in corpus(scale=20):
-        check_slot_values(kernels, check_built(kernels, indices.cuda(), experts, name), name)
-
-
 @pytest.mark.large
 def test_slots_past_two_to_the_31():
     """Offsets of slots are 64-bit: 67 million tokens of 32 slots, of which three are routed."""
@@ -236,3 +213,36 @@ def test_one_launch():
         on_gpu = torch.autograd.DeviceType.CUDA
         launched = [event.name for event in profile.events() if event.device_type == on_gpu]
         assert len(launched) == 1 and kernel in launched[0], launched
+
+
+class TestSums:
+    @pytest.fixture(params=["cuda", "triton"])
+    def kernels(self, request):
+        if request.param == "triton":
+            return backends.TritonKernels()
+        return backends.CudaKernels(backends.arch_of("cuda:0"))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_equal_plain_operations(self, kernels, dtype, poisoned):
+        for seed, (tokens, topk, everywhere) in enumerate(
+            [(1, 1, 4), (257, 8, 16), (100, 32, 40), (64, 33, 48), (500, 8, 256)]
+        ):
+            experts = min(16, everywhere)
+            indices = sentinels(topk_of(tokens, topk, everywhere, seed), experts, seed % 3)
+            probs = distinct_probs(indices, experts)
+            routing = build_routing(indices.cuda(), probs.cuda(), experts)
+            for width in (1, 7, 20, 256, 1000, 3072, 4104):
+                for weighted in (False, True):
+                    check_sums(kernels, routing, width, dtype, weighted)
+            check_sums(kernels, routing, 20, dtype, True, torch.float32)
+
+    @pytest.mark.large
+    def test_rows_past_two_to_the_31_elements(self, kernels):
+        tokens, width = 900_000, 2560
+        indices = torch.arange(tokens, device="cuda").remainder(2).reshape(-1, 1)
+        probs, half = torch.ones((tokens, 1), device="cuda"), tokens // 2
+        routing = build_routing(indices, probs, 2, [half, half])
+        assert routing.num_rows * width > 2**31
+        rows = torch.randint(-9, 9, (routing.num_rows, 1), device="cuda").to(torch.bfloat16)
+        out = summed_by(kernels, rows.expand(-1, width).contiguous(), routing, weighted=False)
+        assert bool((out == rows[routing.slot_row[:, 0]]).all())

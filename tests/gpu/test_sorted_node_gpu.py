@@ -4,31 +4,14 @@ lie elsewhere in the backward.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from gpu.device import DEVICE
-from node.direct_layers import assert_same_bits
-
-from sonicmoe import SonicMoEConfig
-from sonicmoe.enums import ActivationType
-from sonicmoe.layer.state import LayerState
-from sonicmoe.node.mlp_node import SonicMoEMlpNode
-from sonicmoe.weights.parameters import NumberedParameters
+from oracle import faces
+from oracle.case import Case
+from oracle.golden import scene_of
 
 pytestmark = pytest.mark.gpu
-
-E, H, I, T = 4, 256, 128, 300
-COUNTS = [130, 0, 77, 60]  # 33 rows belong to nobody
-ROWS = sum(COUNTS)
-
-
-def weights_of(shape):
-    module = torch.nn.Module()
-    for expert in range(E):
-        memory = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * shape[1] ** -0.5
-        module.register_parameter(f"weight{expert}", torch.nn.Parameter(memory))
-        getattr(module, f"weight{expert}").main_grad = torch.zeros(shape, device=DEVICE)
-    return module
 
 
 def gather_elsewhere(weights):
@@ -43,30 +26,26 @@ def gather_elsewhere(weights):
     return hold
 
 
-@pytest.mark.parametrize("through_autograd", [False, True])
-@pytest.mark.parametrize(("engine", "mode"), [("bf16", "off"), ("hopper", "perf")])
-def test_the_bits_of_weights_that_stay(engine, mode, through_autograd):
-    """Rows behind those of experts are read by nobody, and their output is zeros."""
+class Moving(faces.Sorted):
+    def parameter(self, array):
+        """Alone in its memory."""
+        return torch.nn.Parameter(self.tensor(array).to(self.dtype))
 
-    def step(moves):
-        torch.manual_seed(0)
-        modules = weights_of((2 * I, H)), weights_of((H, I))
-        weights = [weight for module in modules for weight in module.parameters()]
-        x, dout = (torch.randn(T, H, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-        x[ROWS:] = float("nan")
-        probs = torch.rand(T, device=DEVICE)
-        options = {"through_autograd": through_autograd}
-        held = NumberedParameters(*modules, (E, H, I), ActivationType.SWIGLU, **options)
-        config = SonicMoEConfig(engine=engine, fp8_mode=mode)
-        node = SonicMoEMlpNode.over(LayerState(held), ActivationType.SWIGLU, config=config)
-        x.requires_grad_(), probs.requires_grad_()
-        out = node.forward_sorted(x, torch.tensor(COUNTS, device=DEVICE), probs)
-        kept = gather_elsewhere(weights) if moves else None
-        out.backward(dout)
-        del kept
-        name = "grad" if through_autograd else "main_grad"
-        return [out.detach(), x.grad, probs.grad, *(getattr(w, name) for w in weights)]
+    def backward(self, call):
+        self.snapshots = [taken for taken in self.snapshots if "weight 0" not in taken.tensors]
+        hold = gather_elsewhere(self.weights)
+        super().backward(call)
+        del hold
 
-    stayed, moved = step(False), step(True)
-    assert_same_bits(moved, stayed)
-    assert bool(stayed[0][:ROWS].any()) and not stayed[0][ROWS:].any()
+
+@pytest.mark.parametrize("gradients", ["main_grad", "unset"])
+@pytest.mark.parametrize(("engine", "recipe"), [("bf16", "none"), ("hopper", "dx256")])
+def test_the_bits_of_weights_that_stay(engine, recipe, gradients, monkeypatch):
+    case = Case.parse(
+        f"face=sorted arrangement=numbered gradients={gradients} recipe={recipe} dtype=bfloat16 "
+        "routing=sentinels sizes=300x256x128x4x1"
+    )
+    stayed = faces.run(case, scene_of(case), engine)
+    monkeypatch.setitem(faces.LAYERS, "sorted", Moving)
+    moved = faces.run(case, scene_of(case), engine)
+    assert all(np.array_equal(moved[name], stayed[name]) for name in stayed)

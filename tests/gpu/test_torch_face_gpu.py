@@ -10,7 +10,7 @@ from gpu.device import captured
 from node.direct_layers import assert_same_bits, relative
 from torch.utils.checkpoint import checkpoint
 
-from sonicmoe import MoE, moe_general_routing_inputs, moe_TC_softmax_topk_layer
+from sonicmoe import MoE, moe_general_routing_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -55,18 +55,6 @@ def test_compiled(use_fp8: bool) -> None:
         optimizer.step()
 
 
-def whole_layer(moe: MoE):
-    """`moe_TC_softmax_topk_layer` on fresh views of the parameters, as upstream's users call it."""
-
-    def forward(x, use_fp8):
-        w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
-        return moe_TC_softmax_topk_layer(
-            x, moe.router.weight, w1, moe.c_fc.bias, w2, moe.c_proj.bias, 2, moe.stream_id, use_fp8=use_fp8,
-        )[:2]  # fmt: skip
-
-    return forward
-
-
 def general(moe: MoE):
     """`moe_general_routing_inputs` of a router of one's own, which has sent one expert's tokens to
     another rank.
@@ -85,9 +73,7 @@ def general(moe: MoE):
     return forward
 
 
-FACES = pytest.mark.parametrize(
-    "face", [lambda moe: moe, whole_layer, general], ids=["MoE", "whole layer", "general"]
-)
+FACES = pytest.mark.parametrize("face", [lambda moe: moe, general], ids=["MoE", "general"])
 
 
 @MODES
