@@ -14,7 +14,7 @@ from sonicmoe.diagnostics.step_dump import StepDump, StepSettings
 from sonicmoe.enums import EngineName
 
 pytestmark = pytest.mark.gpu
-SIZES = CaseSizes(tokens=700, hidden=512, intermediate=256, experts=6, topk=3)
+SIZES = CaseSizes(tokens=700, hidden=256, intermediate=128, experts=6, topk=3)
 
 
 # Stages that never exist in memory, or that quantise nothing where nothing is quantised.

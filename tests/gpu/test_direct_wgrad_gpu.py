@@ -1,115 +1,54 @@
-"""Weight gradients added straight into the parameters' own memory, on the GPU: the bits of accumulating
-and flushing, in every layout and arrangement, and not a byte beside the destinations.
+"""Weight gradients in memory of the parameters that lies in ways that tests/oracle does not have, and how a
+kernel adds to it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
-from gpu.device import captured
-from gpu.engine_cases import FP8, E, K, make_case
-from gpu.gradient_memory import LAYOUTS, Memory, added_to, ids
-from pairwise import pairwise
+from gpu.gradient_memory import added_to
+from gpu.hopper_step import FP8, layer
+from node.direct_layers import assert_same_bits
 
-from sonicmoe.engine.bf16 import Bf16Engine
-from sonicmoe.engine.capabilities import HOPPER
-from sonicmoe.engine.gradient_places import WgradOutput
-from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.interface import EngineSettings
+from sonicmoe import SonicMoEConfig
+from sonicmoe.engine.gradient_places import GradientPlaces
+from sonicmoe.engine.interface import GradientTargets
 from sonicmoe.enums import ActivationType
+from sonicmoe.gradients.flush import flush_table
 from sonicmoe.interop import current_stream
+from sonicmoe.kernels.cuda_wgrad import flush_source
 from sonicmoe.kernels.sm90 import bf16_sources, fp8_wgrad_source
-from sonicmoe.quant.recipes import RECIPES
-from sonicmoe.quant.reference import quantize, transpose_storage
-from sonicmoe.routing.build import build_routing
+from sonicmoe.layouts import WeightLayout
 
 pytestmark = pytest.mark.gpu
-
-# (T, H, I, E, K): I an odd number of 64s, H no multiple of 128, one token, experts without tokens,
-# more experts than one launch has maps for
-SHAPES = [
-    (700, 272, 320, 6, 3),
-    (1, 144, 64, 5, 1),
-    (1000, 400, 64, 40, 3),
-    (1500, 272, 64, 260, 2),
-]
-ARRANGEMENTS = ("own", "slices", "some_frozen", "stacked_slices", "experts_inside_permuted")
-DTYPES = {
-    WgradOutput.ADD_F32: torch.float32, WgradOutput.WRITE_F32: torch.float32,
-    WgradOutput.WRITE_BF16: torch.bfloat16,
-}  # fmt: skip
+BF16 = SonicMoEConfig(fp8_mode="off", engine="bf16")
 
 
-def memory_of(shape, layout, arrangement, dtype=torch.float32):
-    _, hidden, inner, experts, _ = shape
-    return Memory((experts, 2 * inner, hidden, inner), layout, arrangement, dtype)
-
-
-class Operands:
-    """Token-major codes and scales of dz, x, dout and y1s, and the native gradients from them."""
-
-    def __init__(self, shape):
-        tokens, hidden, inner, experts, topk = shape
-        generator = torch.Generator("cuda").manual_seed(0)
-        scores = torch.rand((tokens, experts), generator=generator, device="cuda")
-        scores[:, experts // 2] = -1.0
-        probs = torch.rand((tokens, topk), generator=generator, device="cuda")
-        self.routing = build_routing(scores.topk(topk, 1).indices, probs, experts)
-        real = (self.routing.row_token >= 0).unsqueeze(1)
-
-        def made(width, block):
-            values = torch.randn(real.shape[0], width, generator=generator, device="cuda")
-            stored = transpose_storage(quantize(torch.where(real, values, 0.0), block))
-            return stored.codes, stored.scale_inv
-
-        self.module, of = fp8_wgrad_source("sm_90a").load(), RECIPES[HOPPER.recipes[0]]
-        self.left = made(2 * inner, of.wgrad_dz), made(hidden, of.wgrad_dout)
-        self.right = made(hidden, of.wgrad_x), made(inner, of.wgrad_y1s)
-        sizes = ((2 * inner, hidden), (hidden, inner))
-        self.native = [torch.zeros((experts, m, n), device="cuda") for m, n in sizes]
-        for left, right, sums in zip(self.left, self.right, self.native, strict=True):
-            self.launch(left, right, added_to(self.module, sums))
-
-    def launch(self, left, right, to, multiprocessors=0):
-        stream = current_stream(left[0])
-        offsets = self.routing.padded_offsets
-        self.module.grouped_wgrad(*left, *right, offsets, to, multiprocessors, stream)
-
-    def put(self, targets, multiprocessors, output):
-        """As the passes do."""
-        for weight, split, left, right in (
-            (targets.up, targets.up.layout.split_half, self.left[0], self.right[0]),
-            (targets.down, False, self.left[1], self.right[1]),
-        ):
-            places = [number for place in weight.places(split) for number in place]
-            to = self.module.wgrad_destination(*weight.native_size, split, places, output)
-            self.launch(left, right, to, multiprocessors)
-
-
-operands = cache(Operands)  # of a shape
-
-
-@pytest.mark.parametrize(
-    ("shape", "arrangement", "layout", "output"),
-    pairwise(SHAPES, ARRANGEMENTS, LAYOUTS, list(DTYPES)),
-    ids=ids,
-)
-def test_the_bits_of_accumulating_and_flushing(layout, arrangement, shape, output):
-    """Added, or written over whatever was there, rounded once and zeros for experts without tokens; again
-    on an odd number of multiprocessors. All bytes around are as before.
+@pytest.mark.parametrize("offset", [8, 1], ids=["aligned", "odd addresses"])
+@pytest.mark.parametrize("flush", ["auto", "step"])
+@pytest.mark.parametrize("config", [FP8, BF16], ids=["fp8", "bf16"])
+def test_slices_of_a_communication_buffer(config, flush, offset):
+    """Up and down of an expert side by side, strangers between them, and some parameters frozen: the bits
+    of memory of their own, and no stranger is touched.
     """
-    given, dtype, over = operands(shape), DTYPES[output], output is not WgradOutput.ADD_F32
-    memory = memory_of(shape, layout, arrangement, dtype)
-    assert over or memory.targets.copy_engine_problem() is None
-    for multiprocessors in (0, 37):
-        given.put(memory.targets, multiprocessors, output)
-        memory.take(*(sums.to(dtype) for sums in given.native), over=over)
-    empty = (given.routing.expert_counts == 0).nonzero().flatten().tolist()
-    assert empty and not any(sums[e].any() for sums in given.native for e in empty)
-    assert all(sums.any() for sums in given.native)
+    own, made = (layer(config, flush=flush, tokens=300) for _ in range(2))
+    half, weights = len(made.weights) // 2, made.weights
+    pairs = [pair for both in zip(weights[:half], weights[half:], strict=True) for pair in both]
+    size = sum(weight.numel() + 16 for weight in pairs)
+    buffer = torch.zeros(size + offset, device="cuda")
+    strangers, place = torch.ones_like(buffer, dtype=torch.bool), offset
+    for weight in pairs:
+        mine = slice(place, place + weight.numel())
+        weight.main_grad, strangers[mine] = buffer[mine].view(weight.shape), False
+        place += weight.numel() + 16
+    for other in (own, made):
+        for weight in other.weights[1::3]:
+            weight.requires_grad_(False)
+    assert_same_bits(made.step(0, 1), own.step(0, 1))
+    assert not buffer[strangers].any() and buffer.any()
+    assert not any(weight.main_grad.any() for weight in weights[1::3])
 
 
 ROWS = 1408  # of one expert: too many for its sums to be fetched, unless others have none
@@ -159,28 +98,22 @@ def test_fetched_sums_have_the_bits_of_the_copy_engines(addition):
     assert torch.equal(every[1][1:], before[1:]) and not torch.equal(every[0][0], before[0])
 
 
-@pytest.mark.parametrize(
-    ("engine", "settings", "layout", "arrangement"),
-    [
-        (HopperEngine(), FP8, LAYOUTS[3], "own"),
-        (Bf16Engine(), EngineSettings(), LAYOUTS[0], "stacked_slices"),
-    ],
-    ids=["hopper", "bf16"],
-)
-def test_replays_of_a_graph_add_each_time(engine, settings, layout, arrangement):
-    """Also after other memory was added to."""
-    case = make_case(700, hidden=272, intermediate=320, seed=3)
-    memory, other = (memory_of((700, 272, 320, E, K), layout, arrangement) for _ in range(2))
-    weights, sums = engine.prepare_weights(*case.weights, settings), case.accumulators()
-    _, saved = engine.forward(case.x, case.routing(), weights, settings)
-    pending = engine.backward_dx(case.dout, saved, weights)[2]
-    for targets in (sums, other.targets):  # loads the kernels
-        engine.backward_dw(replace(pending), targets)
-    assert sums.dw1.any() and sums.dw2.any()
-    graph, _ = captured(lambda: engine.backward_dw(replace(pending), memory.targets))
-    memory.check()  # a capture adds nothing
-    engine.backward_dw(replace(pending), other.targets)
-    for _ in range(3):
-        graph.replay()
-        torch.cuda.synchronize()
-        memory.take(sums.dw1, sums.dw2)
+@pytest.mark.large
+def test_a_flush_past_two_to_the_31_elements():
+    kernel = flush_source("sm_90a").load()
+    experts, n1, hidden = 200, 4096, 2688
+    assert experts * n1 * hidden > 2**31
+    dw1 = torch.randn((experts, n1, hidden), device="cuda")
+    dw2 = torch.zeros((experts, hidden, 4), device="cuda")
+    layout = WeightLayout(transposed=True, split_half=True)
+    want = {e: layout.user_w1(dw1[e]).clone() for e in (0, 191, 192, 199)}
+    target, small = (
+        torch.ones((experts, hidden, n1), device="cuda"),
+        torch.zeros((experts, 4, hidden), device="cuda"),
+    )
+    into = GradientTargets(*(GradientPlaces.stacked(t, experts, layout) for t in (target, small)))
+    table = flush_table(kernel, into, [False, False])
+    kernel.flush_gradients(dw1, dw2, table, True, True, current_stream(dw1))
+    for expert, gradient in want.items():
+        assert torch.equal(target[expert], 1 + gradient), expert
+    assert not dw1.any()

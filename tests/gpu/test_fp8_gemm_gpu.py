@@ -143,7 +143,7 @@ def test_up_projection(shape, activation, outlier):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_z_in_bf16_and_without(shape, activation=ActivationType.REGLU):
+def test_z_in_bf16_and_without(shape, activation=ActivationType.SWIGLU):
     """The rows of experts and no others are written."""
     x, w1, _, routing = make_case(shape)
     xq, wq = quantize(x, rows(128)), quantize(w1, RECIPE.w1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu.engine_cases import ARCH, SWIGLU, build, make_case
-from gpu.gradient_memory import APART, LAYOUTS, ids
+from gpu.gradient_memory import APART, LAYOUTS
 
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.kernels import cuda_sources
@@ -47,7 +47,7 @@ def layer(layout, use_fp8, hidden=512, intermediate=384):
 
 
 @pytest.mark.parametrize("use_fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("layout", [*LAYOUTS, APART], ids=ids)
+@pytest.mark.parametrize("layout", [*LAYOUTS, APART], ids=str)
 def test_a_layer_runs_its_gemms_and_nothing_that_copies(layout, use_fp8):
     call, leaves, dout = layer(layout, use_fp8)
     torch.autograd.grad(call(), leaves, dout)

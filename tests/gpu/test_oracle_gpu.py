@@ -48,7 +48,7 @@ def few_kernels(case: Case, engine: str) -> Case:
     if gathers_first(case.sizes[2]) and (half or adapted or case.bias):
         case = normal(replace(case, seed=case.seed + 1), engine)
     if engine == "hopper":
-        number = 3 * adapted + ("adaptive", "int8", "bf16").index(case.save_z)
+        number = 3 * adapted + ("adaptive", "bf16", "int8").index(case.save_z)
     elif engine == "bf16":
         # These laws have weights of experts apart, too.
         apart = case.arrangement in ("per_expert", "numbered") or case.law in (
@@ -61,8 +61,9 @@ def few_kernels(case: Case, engine: str) -> Case:
         number = 6 * half + 3 * case.bias + place
     if number:
         has = ENGINES[engine].get("activation", AXES["activation"])
-        known = sorted({*has} & {*Transformers.ACTIVATIONS})
-        first = 5 * number % len(known)
+        # SwiGLU first, with which other tests have weights of experts apart, and z in BF16.
+        known = sorted({*has} & {*Transformers.ACTIVATIONS}, reverse=True)
+        first = (number - 1) % len(known)
         taken = LAYERS[case.face].takes.get("activation", known)
         found = next(name for name in known[first:] + known[:first] if name in taken)
         case = replace(case, activation=found, own=case.own and engine != "triton")
@@ -128,6 +129,11 @@ SIZES = {
     "bf16": (*OF_MODELS, "300x64x8x3x2", "300x1032x520x3x2"),
     "triton": OF_MODELS[1:],
 }
+# More experts than one launch has tensor maps for, whose gradients are added to memory of their own.
+MANY = [
+    f"sizes={sizes} arrangement=per_expert gradients=main_grad law=recompute routing=sentinels"
+    for sizes in ("700x400x64x40x3", "1500x272x64x260x2")
+]
 
 
 @pytest.mark.parametrize(
@@ -136,11 +142,12 @@ SIZES = {
         (engine, line)
         for engine, sizes in SIZES.items()
         for line in (*LINES, *(f"sizes={size}" for size in sizes))
-    ],
+    ]
+    + [("hopper", line) for line in MANY],
 )
 def test_sizes_that_no_covering_set_has(engine, line):
     recipe = "dx256" if engine == "hopper" else "none"
-    case = Case.parse(f"{line} arrangement=native dtype=bfloat16 recipe={recipe}")
+    case = Case.parse(f"arrangement=native {line} dtype=bfloat16 recipe={recipe}")
     assert not found_wrong(case, engine)
 
 
@@ -163,7 +170,7 @@ def test_inference_gives_the_bits_of_training(engine):
 @pytest.mark.parametrize("lent", [2, 37])
 @engines
 def test_a_part_of_the_gpu_gives_the_same_bits(engine, lent, monkeypatch):
-    case, scene = one_case("arrangement=native sizes=700x256x128x6x3", engine)
+    case, scene = one_case("arrangement=native gradients=main_grad sizes=700x256x128x6x3", engine)
     wanted = run(case, scene, engine)
     monkeypatch.setattr(
         "oracle.faces.config_of", lambda *of: replace(config_of(*of), gemm_num_sms=lent)
@@ -211,9 +218,7 @@ def test_nothing_waits_for_the_device(engine, line):
     assert bool(call.value.any()) and bool(call.leaf.grad.any()), "computed nothing"
 
 
-@pytest.mark.parametrize(
-    "wait", [torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.nonzero], ids=lambda f: f.__name__
-)
-def test_a_wait_would_be_seen(wait):
-    with pytest.raises(RuntimeError, match="synchronizing"), waiting_is_an_error():
-        wait(torch.ones(1, device="cuda"))
+def test_a_wait_would_be_seen():
+    for wait in (torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.nonzero):
+        with pytest.raises(RuntimeError, match="synchronizing"), waiting_is_an_error():
+            wait(torch.ones(1, device="cuda"))

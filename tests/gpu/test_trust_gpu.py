@@ -30,7 +30,7 @@ DEVICE = "cuda:0"
 FP8 = EngineSettings(recipe=RECIPES["dx256"])
 WORKLOADS = {
     "swiglu": Workload(EngineSettings(), 256, 128),
-    "gelu, bias, fp16": Workload(EngineSettings(ActivationType.GELU), 256, 128, "float16", True),
+    "relu, bias, fp16": Workload(EngineSettings(ActivationType.RELU), 256, 128, "float16", True),
     "fp8": Workload(FP8, 512, 256),
     "fp8, least memory": Workload(replace(FP8, recompute_z=True, frees_stagewise=True), 512, 256),
 }
