@@ -119,8 +119,8 @@ def far_from_the_emulation(case: Case, scene: Scene, found: Found) -> list[str]:
 
 # Counts around a tile, a long sum, and more experts than tokens choose.
 LINES = [
-    *(f"sizes={tokens}x256x128x2x1 routing=one" for tokens in (127, 128, 129, 257, 4095, 65536)),
-    "sizes=900x256x128x700x4 routing=sentinels",
+    *(f"sizes={tokens}x256x128x2x1 routing=one" for tokens in (127, 128, 129, 257, 4095, 32768)),
+    "sizes=300x256x128x520x2 routing=sentinels",
 ]
 # Sizes of public models, and of no tile; Triton compiles for each.
 OF_MODELS = ("130x2880x2880x2x1", "130x2048x1408x3x2")
