@@ -172,24 +172,24 @@ def pairs(fields):
     return list(itertools.combinations(fields, 2))
 
 
-EXCHANGED = [two for two in pairs(WEIGHTS) if two not in ALIKE_WEIGHTS]
+def exchanged(given, one, other):
+    return given | {one: given[other], other: given[one]}
 
 
-@pytest.mark.parametrize(("one", "other"), EXCHANGED, ids=["-".join(two) for two in EXCHANGED])
-def test_exchanged_weights_are_named(passes, one, other):
+def test_exchanged_weights_are_named(passes):
     given = tensors(WEIGHTS)
-    given[one], given[other] = given[other], given[one]
-    with pytest.raises(ValueError, match=rf"^weights: .*\({one} and {other} are exchanged\)$"):
-        bound(passes, given)
+    for one, other in {*pairs(WEIGHTS)} - {*ALIKE_WEIGHTS}:
+        words = rf"^weights: .*\({one} and {other} are exchanged\)$"
+        with pytest.raises(ValueError, match=words):
+            bound(passes, exchanged(given, one, other))
 
 
-@pytest.mark.parametrize(("one", "other"), pairs(ROUTING))
-def test_exchanged_tensors_of_a_routing_are_named(passes, head, one, other):
-    given = tensors(ROUTING)
-    given[one], given[other] = given[other], given[one]
-    words = rf"^forward: .*\({one} and {other} are exchanged\)$"
-    with pytest.raises(ValueError, match=words):
-        passes.forward(**fields_of(passes, head, "forward") | {"routing": routed(given)})
+def test_exchanged_tensors_of_a_routing_are_named(passes, head):
+    given, fitting = tensors(ROUTING), fields_of(passes, head, "forward")
+    for one, other in pairs(ROUTING):
+        words = rf"^forward: .*\({one} and {other} are exchanged\)$"
+        with pytest.raises(ValueError, match=words):
+            passes.forward(**fitting | {"routing": routed(exchanged(given, one, other))})
 
 
 # Tensors of one dtype and shape: nothing but their names tells them apart.
@@ -212,10 +212,8 @@ def test_exchanged_tensors_of_a_pass_are_named(passes, head, launches, name):
     fitting, found = fields_of(passes, head, name), set()
     own = [field for field, value in fitting.items() if isinstance(value, torch.Tensor)]
     for one, other in pairs(own):
-        given = dict(fitting)
-        given[one], given[other] = given[other], given[one]
         try:
-            pass_of(passes, name)(**given)
+            pass_of(passes, name)(**exchanged(fitting, one, other))
         except ValueError as error:
             assert str(error).startswith(f"{name.split()[0]}: ")
             assert {one, other} <= set(str(error).replace("(", " ").split()), (one, other)
@@ -226,15 +224,11 @@ def test_exchanged_tensors_of_a_pass_are_named(passes, head, launches, name):
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_tensors_that_fit_reach_the_kernels(passes, head, launches, name):
-    pass_of(passes, name)(**fields_of(passes, head, name))
-    assert launches.count
-
-
-@pytest.mark.parametrize("name", PASSES)
-def test_arguments_have_names_only(passes, head, name):
+def test_tensors_that_fit_reach_the_kernels_by_their_names(passes, head, launches, name):
     """So none can come in the place of another, and none can be forgotten."""
     given = fields_of(passes, head, name)
+    pass_of(passes, name)(**given)
+    assert launches.count
     with pytest.raises(TypeError):
         pass_of(passes, name)(*given.values())
     for missing in given:
@@ -289,14 +283,13 @@ def test_a_tensor_that_does_not_fit_is_named(passes, head, launches, name, field
     assert not launches.count
 
 
-@pytest.mark.parametrize(
-    "names", ["", "x x_codes", "x x_scale", "x_codes", "x_scale", "x x_codes x_scale"]
-)
-def test_quantised_tokens_and_values_exclude_each_other(passes, head, names):
+def test_quantised_tokens_and_values_exclude_each_other(passes, head):
     given = {"x": tokens(T, H), "x_codes": codes(T, H), "x_scale": scales(T, blocks(H))}
-    chosen = {name: given[name] if name in names.split() else None for name in given}
-    with pytest.raises(ValueError, match="forward: needed: either x, or x_codes and x_scale"):
-        passes.forward(**fields_of(passes, head, "forward") | chosen)
+    fitting = fields_of(passes, head, "forward") | dict.fromkeys(given)
+    for names in ("", "x x_codes", "x x_scale", "x_codes", "x_scale", "x x_codes x_scale"):
+        chosen = {name: given[name] for name in names.split()}
+        with pytest.raises(ValueError, match="forward: needed: either x, or x_codes and x_scale"):
+            passes.forward(**fitting | chosen)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2_dgrad"])

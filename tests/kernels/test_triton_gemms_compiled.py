@@ -48,7 +48,7 @@ KEYS = """
 import os
 from sonicmoe.enums import ActivationType
 from sonicmoe.kernels.triton.variants import ExpertShape, all_variants
-for order in (lambda jobs: jobs, reversed, lambda jobs: jobs[4:] + jobs[:4]):
+for order in (lambda jobs: jobs, reversed):
     if os.fork() == 0:
         jobs = all_variants(ExpertShape(512, 256, ActivationType.SWIGLU, arch="sm_90a"))
         for job in order(jobs):
@@ -64,9 +64,8 @@ def test_a_key_does_not_depend_on_what_else_the_process_has_hashed():
     done = processes.of_checkout("-c", KEYS)
     assert done.returncode == 0, done.stderr
     *listed, nothing = (part.splitlines() for part in done.stdout.split("end\n"))
-    assert len(listed) == 3 and len(listed[0]) > 10 and not nothing
-    assert set(listed[0]) == set(listed[1]) == set(listed[2])
-    assert listed[0] != listed[1] != listed[2]
+    one, other = listed
+    assert len(one) > 10 and one == other[::-1] and not nothing
 
 
 def check(job, artefacts):
