@@ -35,7 +35,7 @@ from sonicmoe.jit.cache import CompileCache
 from sonicmoe.log import forget_what_was_said, logger
 
 # So that a failed assertion there shows its values, as one in a test file does.
-pytest.register_assert_rewrite("gpu.engine_cases", "gpu.gradient_memory", "gpu.device")
+pytest.register_assert_rewrite("gpu.engine_cases", "gpu.device")
 
 # Every test starts from the defaults, whatever the shell exported.
 for name in [name for name in os.environ if name.startswith(PREFIX) or name in FLAGS_BY_ENV]:

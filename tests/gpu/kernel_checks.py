@@ -1,6 +1,6 @@
-"""What the kernel tests share: outputs that must be written, the error of each block of 128 rows, and fp64
-arithmetic on rows of experts. Activations are those of the reference engine, which tests/engine compares
-with their definitions.
+"""What the kernel tests share: outputs that must be written, the error of each block of 128 rows, fp64
+arithmetic on rows of experts, and destinations of weight gradients. Activations are those of the reference
+engine, which tests/engine compares with their definitions.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import itertools
 
 import torch
 
+from sonicmoe.engine.gradient_places import GradientPlaces, wgrad_destination
+from sonicmoe.engine.interface import GradientMode
 from sonicmoe.enums import ActivationType
 from sonicmoe.kernels.sm90 import launch_parameters
+from sonicmoe.layouts import NATIVE
 from sonicmoe.quant.reference import dequantize
 
 
@@ -54,3 +57,9 @@ OF_UNIT_Z = {
 def launched(activation, module):
     """The arguments by which the fused kernels know it: its number, and `OF_UNIT_Z`."""
     return launch_parameters(module.activation_names(), activation, OF_UNIT_Z.get(activation, ()))
+
+
+def added_to(module, sums):
+    """The destination of accumulators `[E, M, N]`."""
+    places = GradientPlaces.stacked(sums, len(sums), NATIVE)
+    return wgrad_destination(places, module.wgrad_destination, GradientMode.NATIVE, parts=False)

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from gpu.gradient_memory import added_to
 from gpu.hopper_step import FP8, layer
+from gpu.kernel_checks import added_to
 from node.direct_layers import assert_same_bits
 
 from sonicmoe import SonicMoEConfig

@@ -1,5 +1,5 @@
-"""What the engines do on a GPU beside the cases of tests/oracle: counts that are wrong, rows of experts,
-and tensors of more than 2^31 elements.
+"""What the engines do on a GPU beside the cases of tests/oracle: counts that are wrong, and tensors of more
+than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu.device import raw
-from gpu.engine_cases import ARCH, BF16, FP8, SWIGLU, check, make_case, relative, run
+from gpu.engine_cases import BF16, FP8, check, make_case, relative, run
 
-from sonicmoe.engine.bf16 import Bf16Engine, ExpertRows
+from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.hopper import HopperEngine
-from sonicmoe.engine.triton import TritonEngine, index_of
-from sonicmoe.kernels.triton.launches import Calls
-from sonicmoe.kernels.triton.variants import ExpertShape
+from sonicmoe.engine.triton import TritonEngine
 
 pytestmark = pytest.mark.gpu
 
 H, I = 256, 128  # for which Triton compiles tests/oracle's cases
 HOPPER = HopperEngine()
-PLAIN = pytest.mark.parametrize("engine", [Bf16Engine(), TritonEngine()], ids=["bf16", "triton"])
 
 
 @pytest.mark.parametrize(
@@ -41,36 +38,8 @@ def test_counts_too_small_lose_rows_and_nothing_else(engine, settings):
     assert all(bool(torch.isfinite(tensor).all()) for tensor in got.values())
 
 
-def rows_of_bf16(routing):
-    rows = ExpertRows.of(routing)
-    return rows.cu_rows, rows.gather_index
-
-
-def rows_of_triton(routing):
-    """Looks at the experts of the tiles, too; tiles behind those in use are nobody's."""
-    found = index_of(Calls(ExpertShape(H, I, SWIGLU, arch=ARCH)), routing)
-    wanted = torch.arange(routing.num_experts, device="cuda")
-    wanted = wanted.repeat_interleave(routing.padded_offsets.diff() // 128).tolist()
-    assert found.tile_expert.tolist()[: len(wanted)] == wanted
-    return found.cu_rows, found.index
-
-
-@pytest.mark.parametrize("rows_of", [rows_of_bf16, rows_of_triton])
-def test_a_padding_row_gathers_what_the_last_true_row_of_its_expert_gathers(rows_of):
-    for tokens, experts, invalid in ((700, 6, 0.3), (64, 3, 1.0), (500, 700, 0.2)):
-        sizes = {"hidden": 8, "intermediate": 8, "experts": experts, "topk": 2}
-        routing = make_case(tokens, **sizes, invalid=invalid, empty=()).routing()
-        cu_rows, index = rows_of(routing)
-        assert cu_rows.tolist() == routing.padded_offsets.tolist()
-        token, wanted = routing.row_token.tolist(), [0] * routing.num_rows
-        for first, count, padded in routing.expert_slices():
-            spare = [token[first + count - 1]] * (padded - count)
-            wanted[first : first + padded] = token[first : first + count] + spare
-        assert index.tolist() == wanted
-
-
 @pytest.mark.large
-@PLAIN
+@pytest.mark.parametrize("engine", [Bf16Engine(), TritonEngine()], ids=["bf16", "triton"])
 def test_past_two_to_the_31_elements(engine):
     """A row's results do not depend on the other rows: the last 128 tokens alone give the bits that
     they give behind 8.4 million.

@@ -8,8 +8,15 @@ import itertools
 
 import pytest
 import torch
-from gpu.gradient_memory import added_to
-from gpu.kernel_checks import OF_UNIT_Z, block_errors, gathered, launched, poisoned, products
+from gpu.kernel_checks import (
+    OF_UNIT_Z,
+    added_to,
+    block_errors,
+    gathered,
+    launched,
+    poisoned,
+    products,
+)  # fmt: skip
 from pairwise import pairwise
 
 from sonicmoe.engine.activations import activate_backward

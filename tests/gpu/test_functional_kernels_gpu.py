@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu.engine_cases import ARCH, SWIGLU, build, make_case
-from gpu.gradient_memory import APART, LAYOUTS
+from kernels.quantiser_checks import APART, LAYOUTS
 
 from sonicmoe.functional.autograd import expert_mlp
 from sonicmoe.kernels import cuda_sources

@@ -25,8 +25,8 @@ pytestmark = [
     ),
 ]
 # One allocation of the driver for every tensor: what lies behind a tensor is then nobody's memory.
-# Temporaries of a pass share one, in the
-# order in which they are written: there an access behind a temporary is seen behind the last only.
+# Temporaries of a pass share one, in the order in which they are written: there an access behind a
+# temporary is seen behind the last only.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 TOOLS = {
     "memcheck": (["--report-api-errors", "no"], UNCACHED, r"ERROR SUMMARY: 0 errors"),
@@ -44,14 +44,8 @@ compiled = compiled_beforehand((hopper_step.FP8, (3, 256, 128)))
 @pytest.mark.parametrize("tool", TOOLS)
 def test_one_step(tool):
     options, variables, clean = TOOLS[tool]
-    env = (
-        os.environ
-        | variables
-        | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), search_path()]),
-            "SONIC_MOE_FORBID_COMPILE": "1",
-        }
-    )
+    path = os.pathsep.join([str(ROOT), search_path()])
+    env = os.environ | variables | {"PYTHONPATH": path, "SONIC_MOE_FORBID_COMPILE": "1"}
     command = [SANITIZER, "--tool", tool, *options, sys.executable, hopper_step.__file__]
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, check=False, timeout=280
