@@ -1,5 +1,5 @@
-"""`MoE` and upstream's functions on a GPU engine, eager, compiled and in a CUDA graph: the same
-numbers, and never stale weights.
+"""`MoE` on a GPU engine, compiled, checkpointed and in a CUDA graph: the same numbers, and never stale
+weights. Other faces have test_oracle_gpu.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from gpu.device import captured
 from node.direct_layers import assert_same_bits, relative
 from torch.utils.checkpoint import checkpoint
 
-from sonicmoe import MoE, moe_general_routing_inputs
+from sonicmoe import MoE
 
 pytestmark = pytest.mark.gpu
 
@@ -55,35 +55,13 @@ def test_compiled(use_fp8: bool) -> None:
         optimizer.step()
 
 
-def general(moe: MoE):
-    """`moe_general_routing_inputs` of a router of one's own, which has sent one expert's tokens to
-    another rank.
-    """
-
-    def forward(x, use_fp8):
-        scores, experts = torch.nn.functional.linear(x, moe.router.weight).float().topk(2)
-        experts = torch.where(experts == 3, -1, experts)
-        rows = torch.arange(2 * len(x), device=x.device) // 2
-        w1, w2 = moe.c_fc.weight.permute(1, 2, 0), moe.c_proj.weight.permute(1, 2, 0)
-        return moe_general_routing_inputs(
-            x, scores.softmax(-1).flatten(), rows, experts.flatten(), w1, None, w2, None, 8, moe.stream_id,
-            use_fp8=use_fp8, max_experts_per_token=2,
-        )  # fmt: skip
-
-    return forward
-
-
-FACES = pytest.mark.parametrize("face", [lambda moe: moe, general], ids=["MoE", "general"])
-
-
 @MODES
-@FACES
-def test_captured_in_a_cuda_graph(face, use_fp8: bool) -> None:
+def test_captured_in_a_cuda_graph(use_fp8: bool) -> None:
     """A replay after the weights have changed computes with the new ones."""
     moe, other, (x, dout) = layer(), layer(seed=1), batch(512)
 
     def step():
-        return gradients(moe, face(moe), x, dout, use_fp8)
+        return gradients(moe, moe, x, dout, use_fp8)
 
     graph, results = captured(step, lambda: (step(), step(), step()))
     for source in (moe, other):
@@ -92,7 +70,7 @@ def test_captured_in_a_cuda_graph(face, use_fp8: bool) -> None:
                 mine.copy_(its)
         graph.replay()
         torch.cuda.synchronize()
-        assert_same_bits(results, gradients(source, face(source), x, dout, use_fp8))
+        assert_same_bits(results, gradients(source, source, x, dout, use_fp8))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
