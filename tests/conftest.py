@@ -66,6 +66,9 @@ FIRST = (
     "ernie_compat/test_train_command.py",
     "functional/test_diagnosis.py",
     "ep/test_ep_worlds.py",
+    "gpu/test_hopper_sanitizer_gpu.py",
+    "gpu/test_hopper_numerics_gpu.py",
+    "gpu/test_trust_gpu.py",
 )
 TESTS = Path(__file__).parent
 KEPT_BY_A_WORKER = 2 << 30  # bytes of a GPU's memory
