@@ -10,11 +10,13 @@ import processes
 import pytest
 import torch
 from engine.host_gemms import scale_offset
+from kept import key_of
 from worlds import ROOT, environment
 
 from sonicmoe.engine.blackwell import mx
 from sonicmoe.engine.capabilities import BF16
 from sonicmoe.enums import ActivationType
+from sonicmoe.jit.key import package_versions
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("quack") is None, reason="needs quack-kernels"
@@ -23,11 +25,19 @@ ROWS, BLOCKS = 256, 12  # 2 x 3 atoms
 
 
 @pytest.fixture(scope="module")
-def facts():
+def facts(artefacts):
+    """Kept, because importing CuTe DSL takes seconds."""
     script = Path(__file__).with_name("cute_facts.py")
-    done = processes.run(["-P", script, ROWS, BLOCKS], environment(), ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    ours = ROOT / "sonicmoe/kernels/blackwell/quack_epilogues.py", ROOT / "sonicmoe/enums.py"
+    versions = package_versions("nvidia-cutlass-dsl", "quack-kernels", "torch")
+
+    def build(folder):
+        done = processes.run(["-P", script, ROWS, BLOCKS], environment(), ROOT, timeout=600)
+        assert done.returncode == 0, done.stderr
+        (folder / "facts.json").write_text(done.stdout, encoding="utf-8")
+
+    key = key_of("cute_facts", [script, *ours], ROWS, BLOCKS, versions)
+    return json.loads(artefacts.build(key, build).file("facts.json").read_text(encoding="utf-8"))
 
 
 def test_the_layout_of_scales_is_that_of_cute_and_of_quack(facts):
