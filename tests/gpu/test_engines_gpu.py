@@ -1,5 +1,5 @@
-"""What the engines do on a GPU beside the cases of tests/oracle: counts that are wrong, and tensors of more
-than 2^31 elements.
+"""What the engines do on a GPU beside the cases of tests/oracle: the same bits whoever computes a tile, counts
+that are wrong, and tensors of more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from gpu.engine_cases import BF16, FP8, check, make_case, relative, run
 
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.hopper import HopperEngine
+from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.triton import TritonEngine
 
 pytestmark = pytest.mark.gpu
@@ -21,11 +22,24 @@ H, I = 256, 128  # for which Triton compiles tests/oracle's cases
 HOPPER = HopperEngine()
 
 
-@pytest.mark.parametrize(
+ENGINES = pytest.mark.parametrize(
     ("engine", "settings"),
-    [(HOPPER, FP8), (Bf16Engine(), None), (TritonEngine(), None)],
+    [(HOPPER, FP8), (Bf16Engine(), EngineSettings()), (TritonEngine(), EngineSettings())],
     ids=["hopper", "bf16", "triton"],
 )
+
+
+@ENGINES
+def test_the_same_bits_on_any_part_of_the_gpu(engine, settings):
+    """The work that a CTA gets depends on how many there are; 3: one cluster takes everything."""
+    case = make_case(4096, hidden=2048, intermediate=1408, experts=8, topk=4, empty=(), seed=20)
+    wanted = run(case, engine, settings)
+    for lent in (0,) * 8 + (3, 37, 100):
+        found = run(case, engine, replace(settings, gemm_num_sms=lent))
+        assert all(torch.equal(raw(found[name]), raw(wanted[name])) for name in wanted), lent
+
+
+@ENGINES
 def test_counts_too_small_lose_rows_and_nothing_else(engine, settings):
     """The offsets then pass the rows there are: no kernel may follow them."""
     case, counts = make_case(600, hidden=H, intermediate=I, invalid=0.0), [128] * 6

@@ -20,7 +20,6 @@ from oracle.faces import (
     LAYERS,
     Call,
     Transformers,
-    config_of,
     everywhere,
     host,
     normal,
@@ -165,18 +164,6 @@ def test_inference_gives_the_bits_of_training(engine):
         with torch.no_grad():
             found = call.call(call.leaf, call.probs)
     assert np.array_equal(host(found), call.out)
-
-
-@pytest.mark.parametrize("lent", [2, 37])
-@engines
-def test_a_part_of_the_gpu_gives_the_same_bits(engine, lent, monkeypatch):
-    case, scene = one_case("arrangement=native gradients=main_grad sizes=700x256x128x6x3", engine)
-    wanted = run(case, scene, engine)
-    monkeypatch.setattr(
-        "oracle.faces.config_of", lambda *of: replace(config_of(*of), gemm_num_sms=lent)
-    )
-    found = run(case, scene, engine)
-    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_the_memory_of_every_scratch_is_poisoned():
