@@ -90,15 +90,14 @@ class Backward:
         self.y1s_t_scale = poisoned((-(-inner // 128), r // 128), torch.float32)
         self.parts = poisoned((-(-inner // 256), r), torch.float32)
 
-    def run(self, launch, activation=(0, 0.0, 0.0), wide=None, multiprocessors=0):
+    def run(self, launch, activation=(0, 0.0, 0.0), wide=None):
         dz_t, y1s_t = wide or (self.dz_t, self.y1s_t)
         routing = self.routing
         launch(
             self.dout.codes, self.dout.scale_inv, self.w2.codes, self.w2.scale_inv, None, None, routing.row_token, routing.row_prob,
             routing.padded_offsets, self.z, self.z_scale, self.dz, self.dz_scale, self.parts,
             dz_t, self.dz_t_scale, y1s_t, self.y1s_t_scale, wide is not None,
-            *activation, multiprocessors,
-            current_stream(self.dz),
+            *activation, 0, current_stream(self.dz),
         )  # fmt: skip
 
     def golden(self, activation):

@@ -77,7 +77,7 @@ def make_case(shape, seed=0, spread=0.0, outlier=1.0):
 
 
 def up_projection(
-    module, x, w1, routing, activation=(0, 0.0, 0.0), store_z=True, multiprocessors=0, z_dtype=torch.int8, b1=None,
+    module, x, w1, routing, activation=(0, 0.0, 0.0), store_z=True, z_dtype=torch.int8
 ):  # fmt: skip
     """`(z, y1)` as block-scaled tensors; z in bf16 is a plain one."""
     r, n = routing.num_rows, w1.shape[1]
@@ -87,18 +87,17 @@ def up_projection(
         poisoned((r, -(-n // 256)), torch.float32),
     )
     module.gather_gated_gemm(
-        x.codes, x.scale_inv, w1.codes, w1.scale_inv, b1, None, None, routing.row_token, routing.padded_offsets, z, z_scale,
-        y1, y1_scale, *activation, store_z, multiprocessors, current_stream(z),
+        x.codes, x.scale_inv, w1.codes, w1.scale_inv, None, None, None, routing.row_token, routing.padded_offsets, z, z_scale,
+        y1, y1_scale, *activation, store_z, 0, current_stream(z),
     )  # fmt: skip
     kept = BlockScaledTensor(z, z_scale, rows(128), Code.ADAPTIVE) if z_dtype is torch.int8 else z
     return kept, BlockScaledTensor(y1, y1_scale, rows(128), Code.E4M3)
 
 
-def grouped(module, a, w, routing, multiprocessors=0, bias=None):
+def grouped(module, a, w, routing):
     out = poisoned((a.shape[0], w.shape[1]), torch.bfloat16)
     module.grouped_gemm(
-        a.codes, a.scale_inv, w.codes, w.scale_inv, bias, None, None, routing.padded_offsets, out, multiprocessors,
-        current_stream(out),
+        a.codes, a.scale_inv, w.codes, w.scale_inv, None, None, None, routing.padded_offsets, out, 0, current_stream(out),
     )  # fmt: skip
     return out
 
