@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -245,9 +246,9 @@ class _Missing:
         """
         count = len(self.pairs & _pairs(case))
         for name in rng.sample(list(AXES), len(AXES)) * 2:
-            beside = {(other, getattr(case, other)) for other in AXES if other != name}
+            beside = {_value_of(other, getattr(case, other)) for other in AXES if other != name}
             known = rng.sample(AXES[name], len(AXES[name]))
-            value = max(known, key=lambda v: len(self.partners[name, v] & beside))
+            value = max(known, key=lambda v: len(self.partners[_value_of(name, v)] & beside))
             if value == getattr(case, name):
                 continue
             changed = normal(replace(case, **{name: value}))
@@ -258,8 +259,12 @@ class _Missing:
 
 
 def _pairs(case: Case) -> set[Pair]:
-    values = [(name, getattr(case, name)) for name in AXES]
-    return {(one, other) for i, one in enumerate(values) for other in values[:i]}
+    return set(itertools.combinations((_value_of(name, getattr(case, name)) for name in AXES), 2))
+
+
+def _value_of(name: str, value: Any) -> Value:
+    """K is left out: faces that have one slot a token have no other K."""
+    return name, value[:4] if name == "sizes" else value
 
 
 def lines(text: str) -> Iterable[str]:

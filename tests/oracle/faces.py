@@ -695,6 +695,13 @@ ENGINES: dict[str, dict[str, tuple[Any, ...]]] = {
     "bf16": ON_A_GPU | WITHOUT_CODES | {"recipe": ("none",)},
     "triton": ON_A_GPU | WITHOUT_CODES | {"recipe": ("none",)},
 }  # fmt: skip
+# Engines over kernels that the reference engine's own functions compute: what only moves numbers, and
+# what a stricter law has, finds nothing there.
+OF_ITS_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "scene": ("usual", "w1 unit"),
+    "law": tuple(law for law in ON_A_GPU["law"] if law not in ("repeat", "scaled")),
+}
+EMULATED = {name + ON_HOST: OF_ITS_FUNCTIONS for name in ("hopper", "mxfp8", "bf16")}
 # Whole blocks, ragged rows, an expert of few rows, no token: of sizes that TMA takes; small ones where a
 # host computes the kernels.
 SIZES_ON_HOST = (
@@ -719,7 +726,7 @@ def normal(case: Case, engine: str = "reference") -> Case:
     """The case with what its face and the engine have in the place of what they have not."""
     if case.face not in FACES:
         case = replace(case, face=FACES[len(case.face) % len(FACES)])
-    of_engine = ENGINES[engine.removesuffix(ON_HOST)]
+    of_engine = ENGINES[engine.removesuffix(ON_HOST)] | EMULATED.get(engine, {})
     case = _with(case, of_engine)
     if case.trains == "codes":
         known = LAYERS[case.face].freezes
@@ -734,10 +741,12 @@ def normal(case: Case, engine: str = "reference") -> Case:
 
 
 def _with(case: Case, takes: dict[str, tuple[Any, ...]]) -> Case:
-    others = {name: values for name, values in takes.items() if getattr(case, name) not in values}
-    return replace(
-        case, **{name: values[case.seed % len(values)] for name, values in others.items()}
-    )
+    others = {
+        name: values[case.seed % len(values)]
+        for name, values in takes.items()
+        if getattr(case, name) not in values
+    }
+    return replace(case, **others) if others else case
 
 
 def _that_exclude_each_other(case: Case, engine: str) -> dict[str, Any]:

@@ -153,17 +153,14 @@ def split(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
     """The backwards of micro-batches come in the other order, the forward runs once more, or nothing is
     compiled.
     """
-    for other in SPLIT_AS[case.schedule]:
-        for found in _as(replace(case, schedule=other), case, scene, engine):
-            # Weight gradients of two micro-batches are sums in the order of the backwards.
-            same = ["out", "dx", "dprobs"] if other in ("two", "crossed") else [*found]
-            yield {name: found[name] for name in same if name in found}
+    other = SPLIT_AS[case.schedule]
+    for found in _as(replace(case, schedule=other), case, scene, engine):
+        # Weight gradients of two micro-batches are sums in the order of the backwards.
+        same = ["out", "dx", "dprobs"] if other in ("two", "crossed") else [*found]
+        yield {name: found[name] for name in same if name in found}
 
 
-SPLIT_AS = {
-    "one": ("checkpoint", "graph"), "checkpoint": ("one",), "graph": ("one",), "two": ("crossed",),
-    "crossed": ("two",),
-}  # fmt: skip
+SPLIT_AS = {"checkpoint": "one", "graph": "one", "one": "checkpoint", "two": "crossed", "crossed": "two"}
 
 
 def scaled(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
