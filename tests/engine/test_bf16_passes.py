@@ -23,8 +23,7 @@ from oracle.golden import scene_of
 
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.gradient_places import GradientPlaces
-from sonicmoe.engine.targets import GradientTargets
-from sonicmoe.layouts import NATIVE, WeightLayout
+from sonicmoe.layouts import NATIVE
 
 OURS = Bf16Engine()
 SIZES = 150, 72, 40  # no tile divides these
@@ -46,11 +45,6 @@ def test_a_recomputed_z_is_not_kept(launches):
     assert "up_again" in launches.calls
 
 
-def test_without_a_valid_slot_nothing_is_launched(launches):
-    found = Case(*SIZES, invalid=1.0, biased=True).run(OURS)
-    assert not any(bool(tensor.any()) for tensor in found.values()) and not launches.calls
-
-
 @stagewise
 def test_stagewise_memory_is_freed_before_the_next_product(stagewise, launches, monkeypatch):
     """z before dx, and y1s before dw1."""
@@ -64,24 +58,6 @@ def test_stagewise_memory_is_freed_before_the_next_product(stagewise, launches, 
     monkeypatch.setattr(launches.of, "wgrad_up", lambda *_: alive.append(y1s() is not None))
     OURS.backward_dw(pending, case.accumulators())
     assert alive == [not stagewise] * 2
-
-
-@pytest.mark.parametrize("split_half", [False, True])
-def test_biases_are_summed_for_whoever_asks_and_where_they_lie(split_half, launches):
-    """As often as asked, without a product and before `backward_dw`, with which they share bits."""
-    layout = WeightLayout(split_half=split_half)
-    case = Case(*SIZES, biased=True, layout=layout)
-    wanted, pending = case.run(OURS), case.pending(OURS)
-    launches.clear()
-    for _ in range(2):
-        db1, db2 = OURS.bias_gradients(pending)
-        assert torch.equal(NATIVE.ordered_b1(db1, pending.split_half), wanted["db1"])
-        assert torch.equal(db2, wanted["db2"])
-    frozen = GradientPlaces.stacked(None, E, layout)
-    alone = GradientTargets(frozen, frozen, biases=(torch.ones_like(case.b1), None))
-    OURS.backward_dw(pending, alone)
-    assert not launches.calls
-    assert torch.equal(alone.biases[0], layout.user_b1(wanted["db1"] + 1))
     with pytest.raises(RuntimeError, match="released by an earlier backward_dw"):
         OURS.bias_gradients(pending)
 

@@ -84,19 +84,6 @@ class TestWeights:
             assert weights.layout == HALVES and not OURS.keep(weights, written=True)
         assert_same_bits(case.run(OURS), wanted)
 
-    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-    def test_that_do_not_fit_together_are_refused(self, layout):
-        """A bias of as many elements would be read in a wrong order."""
-        source = case_in(layout, biased=True).source
-        turned, narrow = source.b1.T.contiguous(), source.down.stacked[:, :, :8].contiguous()
-        for wrong, words in (
-            ({"b1": turned}, r"b1 has shape"),
-            ({"b2": None}, "both or neither"),
-            ({"down": StackedMatrices(narrow)}, "needs"),
-        ):
-            with pytest.raises(ShapeError, match=words):
-                OURS.refresh(replace(source, **wrong), PLAIN)
-
     def test_of_a_tensor_for_each_expert_are_stacked_where_the_kernels_cannot_read_them(self):
         """fp32, an odd address, more experts than a launch has maps."""
         source = apart(case_in(FUSED).source)
@@ -230,18 +217,6 @@ class TestGradients:
         else:
             words = "before all up values, and" if gradients.split_half else "along gate and up"
             assert words in problem and "\n" not in problem
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[::3], ids=str)
-def test_without_a_row_fresh_memory_is_zeros_and_sums_stay(layout, launches):
-    case = case_in(layout, invalid=1.0, biased=True)
-    biases = torch.ones_like(case.b1), torch.ones_like(case.b2)
-    for mode, held in ((GradientMode.MAIN_GRAD, 3.0), (GradientMode.FRESH, 0.0)):
-        targets = case.targets(layout, stacked=True, fill=3.0, mode=mode)
-        targets.biases = biases if mode is GradientMode.FRESH else None
-        OURS.backward_dw(case.pending(OURS), targets)
-        assert all(bool((t == held).all()) for t in (targets.up.first, targets.down.first))
-    assert not any(map(torch.any, biases)) and not launches.calls
 
 
 def test_listeners_know_gate_and_up_in_turns_however_the_weights_lie():

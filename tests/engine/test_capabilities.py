@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from dataclasses import replace
@@ -31,7 +30,6 @@ from sonicmoe.engine.settings import EngineSettings, TokenFormat, Workload
 from sonicmoe.enums import ACTIVATIONS, ActivationType, EngineName, ZCode
 from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.kernels.blackwell.quack_gemm import PACKAGES
-from sonicmoe.kernels.sm90 import launch_parameters
 from sonicmoe.quant.recipes import RECIPES
 
 FP8, PLAIN = EngineSettings(recipe=RECIPES["dx256"]), EngineSettings()
@@ -153,16 +151,6 @@ class TestActivationsOfRecords:
             for activation in BF16.activations
         }
 
-    def test_parameters_follow_the_names_that_a_module_exports(self):
-        exported = "swiglu ", "swiglu_oai limit alpha", "situ_glu beta linear_beta"
-        oai, situ = ActivationType.SWIGLU_OAI, ActivationType.SITU_GLU
-        assert launch_parameters(exported, ActivationType.SWIGLU) == (0, 0.0, 0.0)
-        assert launch_parameters(exported, oai) == (1, 7.0, 1.702)
-        assert launch_parameters(exported, oai, (("alpha", 2.0),)) == (1, 7.0, 2.0)
-        assert launch_parameters(exported, situ) == (2, 1.0, math.inf)
-        with pytest.raises(ConfigError, match="was not compiled for activation 'geglu'"):
-            launch_parameters(exported, ActivationType.GEGLU)
-
     @pytest.mark.parametrize("record", [BF16, HOPPER], ids=lambda record: record.name.value)
     def test_on_hopper_parameters_of_a_layer_are_no_kernels(self, record):
         """Layers of one activation share their kernels; those of another do not."""
@@ -178,16 +166,6 @@ class TestActivationsOfRecords:
         plain = keys(activation=ActivationType.SWIGLU)
         assert {key.kernel for key in plain} == {key.kernel for key in keys()}
         assert {key.kernel for key in plain - keys()} == GATED_KERNELS[record.name]
-
-    def test_biases_are_kernels_of_their_own_in_fp8(self):
-        plain, biased = (
-            {job.key() for job in HOPPER.jobs(replace(HOPPER_LOAD, bias=bias), "sm_90a")}
-            for bias in (False, True)
-        )
-        assert {key.kernel for key in biased - plain} == {"fp8_grouped_gemm", "bias_gradients"}
-        assert {key.kernel for key in plain - biased} == {"fp8_grouped_gemm"}
-        in_bf16 = changed(replace(HOPPER_LOAD, bias=True), fp8_wgrad=False)
-        assert "expert_rows" in {job.name for job in HOPPER.jobs(in_bf16, "sm_90a")}
 
 
 class TestTools:

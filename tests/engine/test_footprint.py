@@ -25,14 +25,6 @@ def matrices(count=4):
     return [zeros(8, 16) for _ in range(count)]
 
 
-def test_the_same_tensors():
-    tensors = matrices()
-    last = Footprint("rows", tensors)
-    assert last.is_of(tensors) and last.is_of(list(tensors)), "another list of them"
-    assert findings_of("rows", tensors) is last.findings
-    assert findings_of("columns", tensors) is not last.findings
-
-
 def test_views_made_anew_of_the_same_memory():
     """A trainer may make the slices of its communication buffer at every backward."""
     buffer = zeros(4, 8, 16)
@@ -139,17 +131,3 @@ class TestTargets:
             for experts in (3, 2)
         )
         assert two.footprint().findings is not three.footprint().findings
-
-    @pytest.mark.parametrize("is_stacked", [False, True])
-    def test_recognised_targets_are_those_that_were_seen(self, is_stacked):
-        ups, downs = [zeros(H, 2 * I) for _ in range(E)], [zeros(I, H) for _ in range(E)]
-        targets = self.targets(ups, downs)
-        if is_stacked:
-            ups, downs = [torch.stack(ups)], [torch.stack(downs)]
-            up, down = (GradientPlaces.stacked(t[0], E, ERNIE) for t in (ups, downs))
-            targets = GradientTargets(up, down)
-        again = GradientTargets.at(targets.footprint(), [*ups, *downs])
-        assert again.findings is targets.findings and again.mode is targets.mode
-        for one, other in ((again.up, targets.up), (again.down, targets.down)):
-            assert one.places(True) == other.places(True) and one.layout == other.layout
-            assert (one.num_experts, one.is_stacked) == (other.num_experts, other.is_stacked)

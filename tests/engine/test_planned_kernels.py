@@ -66,6 +66,11 @@ def test_of_fp8(loaded, bias, low_rank):
     assert set(loaded) <= planned(hopper_jobs, bias=bias, low_rank=low_rank)
 
 
+def test_plain_weight_gradients_beside_biases_sum_these_too():
+    work = Workload(EngineSettings(fp8_wgrad=False), 256, 128, bias=True)
+    assert "expert_rows" in {job.name for job in hopper_jobs(work, ARCH)}
+
+
 @pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.GELU])
 def test_every_variant_that_a_destination_of_blackwells_gradients_asks_for(activation):
     for hidden, inner in ((3072, 1536), (2048, 768), (512, 384), (2880, 2880)):

@@ -110,27 +110,6 @@ def test_a_launch_runs_where_all_its_names_are_there(layer, watching):
         assert layer.call(more=more, out=None) == ["quantise", "double"]
 
 
-@pytest.mark.skipif(IS_PADDLE, reason="launch arguments are read through PyTorch")
-def test_a_kernel_gets_the_first_that_is_there(layer):
-    first = layer.memory.data_ptr()
-    layer.call()
-    (_, (x, *found)), (_, doubled), (_, (_, out, more, weight)) = layer.got
-    assert x.data_ptr() == layer.given["x"].data_ptr() and out.shape == (R, H) and more is None
-    assert weight.data_ptr() == layer.weight.data_ptr()
-    assert [tuple(t.shape) for t in found] == [(R, H), (R, 2)]
-    places = [0, -(-R * H // 64) * 64]
-    assert [t.data_ptr() - first for t in found] == places
-    assert [t.data_ptr() - first for t in doubled[:2]] == places
-    # Behind the first chain, and so is `over`.
-    assert doubled[2].data_ptr() - first == -(-layer.ends["found_scale"] // 64) * 64
-    assert layer.ends["over"] - layer.ends["sums"] == R * 2 * H * 2 - H * R * 4
-    assert doubled[3:] == (True, True, 3)
-    given = codes()
-    layer.call(**given)
-    _, doubled = layer.got[0]
-    assert doubled[0].data_ptr() == given["x_codes"].data_ptr() and doubled[3] is False
-
-
 def test_watchers_see_stages_and_the_matrices_where_they_lie(layer):
     names, seen = [], {}
 
