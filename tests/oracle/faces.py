@@ -701,7 +701,11 @@ OF_ITS_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "scene": ("usual", "w1 unit"),
     "law": tuple(law for law in ON_A_GPU["law"] if law not in ("repeat", "scaled")),
 }
-EMULATED = {name + ON_HOST: OF_ITS_FUNCTIONS for name in ("hopper", "mxfp8", "bf16")}
+EMULATED = {name + ON_HOST: OF_ITS_FUNCTIONS for name in ("hopper", "mxfp8")} | {
+    # Of no, of two and of one number, and without a gate: a kernel is compiled for one activation.
+    "bf16" + ON_HOST: OF_ITS_FUNCTIONS
+    | {"activation": ("swiglu", "swiglu_oai", "swiglu_clamp", "relu_sq")}
+}
 # Whole blocks, ragged rows, an expert of few rows, no token: of sizes that TMA takes; small ones where a
 # host computes the kernels.
 SIZES_ON_HOST = (

@@ -160,7 +160,13 @@ def split(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
         yield {name: found[name] for name in same if name in found}
 
 
-SPLIT_AS = {"checkpoint": "one", "graph": "one", "one": "checkpoint", "two": "crossed", "crossed": "two"}
+SPLIT_AS = {
+    "checkpoint": "one",
+    "graph": "one",
+    "one": "checkpoint",
+    "two": "crossed",
+    "crossed": "two",
+}
 
 
 def scaled(case: Case, scene: Scene, engine: str) -> Iterator[Found]:
