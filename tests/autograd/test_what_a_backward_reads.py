@@ -25,7 +25,6 @@ from oracle.golden import ROUTERS, scene_of
 from sonicmoe.engine.low_rank import Adapters, LowRank
 from sonicmoe.ep import Dispatcher, LocalDispatcher
 from sonicmoe.ep.dispatcher import LocalTransport
-from sonicmoe.fleet.overlap import ExpertsStep
 from sonicmoe.layer.late_wgrad import WgradStore
 from sonicmoe.layouts import WeightLayout
 
@@ -166,37 +165,23 @@ def by_a_plan(fp8, biases):
     return run, weights, []
 
 
-def step_scene(make, fp8=False):
-    """A schedule's step. make: gives its weights, and a function of the gradient of the output."""
+def step_scene(fp8):
+    """A schedule's step."""
     sent = quantised(WIDE.x) if fp8 else None
     x = leaf(WIDE.x, torch.bfloat16) if sent is None else sent.codes
     scales = {} if sent is None else {"x_scale": sent.scale_inv}
     counts = tensor(np.bincount(WIDE.indices[WIDE.indices >= 0], minlength=4)[:4])
     indices, probs = tensor(WIDE.indices), leaf(WIDE.probs)
-    weights, backward = make(x, counts, indices, probs, **scales)
+    layer = Layer(WIDE, config=FP8 if scales else FULL, dtype=torch.bfloat16, main_grad=0.0)
+    _, step = layer.node.forward_step(x, counts, indices, probs, **scales)
     given = {
         "tokens": [x], "probabilities": [probs], "indices, or counts of rows": [indices],
-        "`tokens_per_expert`": [counts], "weights": weights,
+        "`tokens_per_expert`": [counts], "weights": layer.weights,
     }  # fmt: skip
     if fp8:
         given["scales of tokens in FP8"] = [*scales.values()]
     dout = tensor(WIDE.dout, torch.float32).to(torch.bfloat16)
-    return Scene(given, partial(backward, dout))
-
-
-def nodes_step(*given, **scales):
-    layer = Layer(WIDE, config=FP8 if scales else FULL, dtype=torch.bfloat16, main_grad=0.0)
-    _, step = layer.node.forward_step(*given, **scales)
-    return layer.weights, lambda dout: [*map(numpy, step.backward(dout)), *layer.gradients()]
-
-
-def fleets_step(x, counts, indices, probs):
-    from fleet.fleet_calls import Experts
-
-    experts = Experts(WIDE, "grouped")
-    step = ExpertsStep(WIDE.indices.shape[1], WIDE.num_experts, *experts.weights, True, None)
-    step.forward(x, indices, probs, counts)
-    return experts.weights, lambda dout: [*map(numpy, step.backward(dout)), *experts.gradients()]
+    return Scene(given, lambda: [*map(numpy, step.backward(dout)), *layer.gradients()])
 
 
 def late_scene(way):
@@ -255,6 +240,7 @@ class Moving(LocalTransport):
 
 
 AGAIN = "recompute_z=True"
+STEPS = "face=steps dtype=bfloat16 arrangement=fused counts=tensor recipe=dx256"
 FP8_AGAIN = f"recipe=dx256 {AGAIN}"
 NODES = (
     *(f"arrangement=fused adapters=both counts=tensor {line}" for line in ("", "recipe=dx256", AGAIN, FP8_AGAIN)),
@@ -269,9 +255,9 @@ FACES = {
         "sorted": partial(sorted_scene, by_a_node),
     },
     "steps of a schedule": {
-        "forward_step": partial(step_scene, nodes_step),
-        "forward_step, FP8": partial(step_scene, nodes_step, True),
-        "PaddleFleet": partial(step_scene, fleets_step),
+        "forward_step": partial(step_scene, False),
+        "forward_step, FP8": partial(step_scene, True),
+        STEPS: partial(case_scene, STEPS),
     },
     "gradients put off": {
         "store": partial(late_scene, "store"),

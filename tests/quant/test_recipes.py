@@ -24,11 +24,6 @@ def blocks_of(recipe, *names):
     return {getattr(recipe, name) for name in names}
 
 
-def test_blocks_transpose_and_compare():
-    assert rows(128).transposed == columns(128)
-    assert iso(256).isotropic and not rows(128).isotropic
-
-
 @every_recipe
 def test_every_recipe_has_a_name_and_both_scale_formats(recipe):
     assert tuple(RECIPES) == RECIPE_NAMES and len(BLOCK_FIELDS) == 13

@@ -61,21 +61,6 @@ class TestCounts:
             host_counts_of(tensor([1, 2, 3, 4]), 3)
 
 
-@pytest.mark.parametrize(
-    ("indices", "validate"),
-    [
-        ([[0, 1, 2, 0]], False), ([[8, 9], [-1, 14]], False), ([[0, -2], [-128, 1]], False),
-        # No expert here, in either way of saying it.
-        ([[4, -1], [-1, 4]], True),
-    ],
-    ids=["an expert twice", "ids of the whole model", "below -1", "marks alone"],
-)  # fmt: skip
-def test_without_validation_nothing_is_looked_for(indices, validate):
-    indices = np.array(indices, np.int64)
-    counts = build(indices, num_experts=4, validate=validate).host_counts
-    assert sum(counts) == ((indices >= 0) & (indices < 4)).sum()
-
-
 def test_non_finite_probability_at_an_invalid_slot_is_fine():
     probs = np.full(INDICES.shape, 0.5, np.float32)
     probs[1, 1], probs[3, 0], probs[3, 1] = np.nan, np.inf, -np.inf

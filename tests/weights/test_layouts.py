@@ -83,19 +83,6 @@ class TestSources:
         assert [data_ptr(weight) for weight in native[:2]] == [data_ptr(w1), data_ptr(w2)]
         assert native[2:] == (None, None)
 
-    def test_other_layouts_are_copied_into_native_order(self):
-        w1, w2 = self.weights()
-        for transposed in (False, True):
-            layout = WeightLayout(transposed, split_half=True)
-            user = layout.user_w1(w1), layout.user_w2(w2), layout.user_b1(w1[:, :, 0]), w2[:, :, 0]
-            stacked = WeightSource.stacked(*user, layout=layout)
-            apart = WeightSource(tuple(user[0].unbind(0)), tuple(user[1].unbind(0)), layout)
-            for source in (stacked, apart):
-                assert (source.n1, source.hidden_size, source.intermediate_size) == (6, 4, 3)
-                for got, want in zip(source.native()[:2], (w1, w2), strict=True):
-                    np.testing.assert_array_equal(numpy(got), numpy(want))
-            np.testing.assert_array_equal(numpy(stacked.native()[2]), numpy(w1[:, :, 0]))
-
     @pytest.mark.skipif(IS_PADDLE, reason="Paddle has no strided tensors by default")
     def test_a_strided_weight_is_copied_by_readers_only(self):
         _, w2 = self.weights()

@@ -17,19 +17,11 @@ from sonicmoe.weights.stacked import FusedParameters
 SWIGLU = ActivationType.SWIGLU
 
 
-class Projection:
-    """What the node reads of a linear layer: its `weight`."""
+class Module:
+    """What the node reads of an expert, or of its linear layers. It compares by identity."""
 
-    def __init__(self, weight):
-        self.weight = weight
-
-
-class Expert:
-    """What the node reads of an ERNIE expert."""
-
-    def __init__(self, up_gate, down):
-        self.up_gate_proj = Projection(up_gate)
-        self.down_proj = Projection(down)
+    def __init__(self, **parts):
+        vars(self).update(parts)
 
 
 def weight_arrays(experts=3, hidden=16, intermediate=12, activation=SWIGLU, seed=0):
@@ -43,12 +35,14 @@ def weight_arrays(experts=3, hidden=16, intermediate=12, activation=SWIGLU, seed
 
 
 def expert_modules(up_gate, down, dtype=None):
-    """One module per expert."""
-    as32 = [
-        (np.asarray(u, np.float32), np.asarray(d, np.float32))
-        for u, d in zip(up_gate, down, strict=True)
+    """What the node reads of one ERNIE expert each."""
+    held = (
+        [parameter(np.float32(array), dtype) for array in pair]
+        for pair in zip(up_gate, down, strict=True)
+    )
+    return [
+        Module(up_gate_proj=Module(weight=up), down_proj=Module(weight=low)) for up, low in held
     ]
-    return [Expert(parameter(u, dtype), parameter(d, dtype)) for u, d in as32]
 
 
 def fused_weights(up_gate, down, dtype=None):
