@@ -41,7 +41,7 @@ def test_every_allocation_may_fail(engine, line):
     scene = scene_of(case)
     run(case, scene, engine)  # makes what is made once per process
     wanted = run(case, scene, engine, counted := Trial())
-    assert counted.errors == [] and sum(counted.seen) > 10, counted.seen
+    assert counted.errors == [] and min(counted.seen[:2]) > 0, counted.seen
     for call, made in enumerate(counted.seen):
         for number in range(made):
             found = run(case, scene, engine, trial := Trial([None] * call + [number]))
