@@ -1,4 +1,6 @@
-"""FSDP2 gathers the codes of experts: to the bit what it computes on gathered values."""
+"""Ranks that shard a layer train like one process, and where FSDP2 gathers the codes of experts it computes
+to the bit what it computes on gathered values.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +20,36 @@ from sonicmoe.quant.recipes import BlockShape
 from sonicmoe.quant.reference import quantize, transpose_storage
 
 pytestmark = pytest.mark.skipif(framework.IS_PADDLE, reason="the PyTorch face")
-WORKER = Path(__file__).with_name("coded_worker.py")
+WORKER = Path(__file__).with_name("sharded_worker.py")
 WAYS = (
     "kept", "resharded", "uneven", "fewer", "masters", "checkpointed", "accumulated", "compiled", "offloaded", "on meta",
     "assigned", "functional", "gate and up apart", "halves, clamped", "values",
 )  # fmt: skip
 CHECKS = "what is gathered", "quantised once", "checkpoints", "refusals"
-# By the library that they need; all run in one world.
+# By the libraries that they need.
 MODELS = {
-    "peft": ["LoRA"], "transformers": ["qwen3", "gpt-oss", "frozen"], "accelerate": ["accelerate"],
-}  # fmt: skip
+    ("accelerate", "peft"): ["layers"],
+    ("transformers", "peft"): ["transformers"],
+    ("peft",): ["LoRA"],
+    ("transformers",): ["qwen3", "gpt-oss", "frozen"],
+    ("accelerate", "transformers"): ["accelerate"],
+}
 
 
-def run(tmp_path, ranks, *ways, device="cpu"):
-    command = [WORKER, tmp_path / "store", ranks, device, *ways]
-    (out,) = run_world(lambda _: command, [{}])
+def run(folder, device, *worlds):
+    (out,) = run_world(lambda _: [WORKER, folder, device, *worlds], [{}], timeout=600)
     assert out.endswith("equal\n")
 
 
 @pytest.mark.trained
-def test_two_ranks_train_as_on_gathered_values(tmp_path):
-    """And what they gather and refuse."""
-    run(tmp_path, 2, *WAYS, *CHECKS)
-
-
-@pytest.mark.trained
-def test_four_ranks(tmp_path):
-    """Five experts: 2, 2, 1 and none; and two copies of two shards each."""
-    run(tmp_path, 4, "uneven", "fewer", "hybrid", "another axis")
-
-
-@pytest.mark.trained
-def test_models(tmp_path):
-    there = [way for library, ways in MODELS.items() if find_spec(library) for way in ways]
-    if not there:
-        pytest.skip("needs peft, transformers or accelerate")
-    run(tmp_path, 2, *there)
+def test_what_is_sharded_trains_as_in_one_process_and_codes_as_values(tmp_path):
+    """Layers and parts of them, what is gathered, and what is refused."""
+    models = [way for needed, ways in MODELS.items() if all(map(find_spec, needed)) for way in ways]
+    # A process that has sharded a module keeps no prepared weights, so "parts" is first, with DDP.
+    two = 2, "parts", *WAYS, *CHECKS, *models
+    # Five experts: 2, 2, 1 and none; and two copies of two shards each.
+    four = 4, "uneven", "fewer", "hybrid", "another axis"
+    run(tmp_path, "cpu", *two, *four)
 
 
 @pytest.mark.gpu
@@ -61,7 +57,7 @@ def test_models(tmp_path):
 def test_on_gpus(tmp_path):
     """As many as two; one copies codes without a collective."""
     ways = "resharded", "uneven", "checkpointed", "accumulated", "compiled"
-    run(tmp_path, min(2, torch.cuda.device_count()), *ways, device="cuda")
+    run(tmp_path, "cuda", min(2, torch.cuda.device_count()), *ways)
 
 
 @pytest.mark.parametrize("block", [(256, 128), (128, 128)])

@@ -1,7 +1,8 @@
-"""Several ranks: each trains a layer whose codes FSDP2 gathers beside one whose values it gathers, in
-some of the ways of `WAYS`, and compares losses, gradients and weights to the bit.
+"""Worlds of several ranks, one after the other. In the ways of `WAYS` each rank trains a layer whose codes
+FSDP2 gathers beside one whose values it gathers, and compares losses, gradients and weights to the
+bit; `CHECKS` has what else they do.
 
-python coded_worker.py STORE_FILE RANKS DEVICE WAY ...
+python sharded_worker.py FOLDER DEVICE RANKS WAY ... [RANKS WAY ...]
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo.config  # which the first DTensor of each rank would import
+import torch._inductor.lowering  # which the first graph of each rank would import
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forked import run_ranks
+from functional import parts_worker
 from functional.sharded_models import TopK, adapted, decoder, make_layer, whole
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -39,9 +42,9 @@ from sonicmoe.weights.cache import PreparedWeights
 from sonicmoe.weights.gathered import LayerCodes
 from sonicmoe.weights.shards import ExpertShard, codes_behind
 
-H, I, E, STEPS = 128, 128, 4, 4
+H, I, E, STEPS = 128, 128, 4, 3
 BF16 = torch.bfloat16
-DEVICE = sys.argv[3] if len(sys.argv) > 3 else "cpu"
+DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
 
 
 def moe(experts: int = E, bias: bool = False, dtype: torch.dtype = BF16, seed: int = 0) -> MoE:
@@ -198,7 +201,7 @@ HALVES: dict[str, Any] = {
 MASTERS = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
 WAYS = {
     "kept": Way(lambda: Block(moe()), partial(fully_shard, reshard_after_forward=False)),
-    "resharded": Way(lambda: Block(moe()), each, steps=20),
+    "resharded": Way(lambda: Block(moe()), each, steps=8),
     "uneven": Way(lambda: Block(moe(5, bias=True)), each, bytes=0.6),
     "fewer": Way(lambda: Block(moe(2)), each, bytes=0.6),
     "masters": Way(lambda: Block(moe(dtype=torch.float32)), partial(each, mp_policy=MASTERS), exact=False),
@@ -485,6 +488,9 @@ def check_accelerate(rank: int) -> None:
 
 
 CHECKS: dict[str, Callable[[int], None]] = {
+    "parts": parts_worker.check_all,
+    "layers": partial(parts_worker.check_table, parts_worker.LAYERS),
+    "transformers": partial(parts_worker.check_table, parts_worker.TRANSFORMERS),
     "what is gathered": check_what_is_gathered,
     "quantised once": check_quantised_once,
     "checkpoints": check_checkpoints,
@@ -495,25 +501,37 @@ CHECKS: dict[str, Callable[[int], None]] = {
 }
 
 
-def run(rank: int) -> None:
-    store, ranks = sys.argv[1], int(sys.argv[2])
-    torch.set_num_threads(1)
-    torch.set_default_device(DEVICE)
-    backend = "gloo" if DEVICE == "cpu" else "nccl"
+def run(store: str, ranks: int, ways: list[str], rank: int) -> None:
+    backend = "gloo"
     if DEVICE != "cpu":
+        backend = "nccl"
+        torch.set_default_device(DEVICE)
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
-    for name in sys.argv[4:]:
+    for name in ways:
         CHECKS.get(name, partial(check, name))(rank)
+        torch._dynamo.reset()  # the compiler allows few graphs of one function
         print(name, flush=True)
     dist.destroy_process_group()
 
 
 def main() -> None:
-    ranks = int(sys.argv[2])
-    if "LoRA" in sys.argv:
-        lora()  # imports its libraries once for all ranks
-    assert run_ranks(ranks, run) == [0] * ranks
+    folder, _, *words = sys.argv[1:]
+    torch.set_num_threads(1)
+    # Libraries are imported once for all ranks.
+    if "LoRA" in words:
+        lora()
+    if "transformers" in words:
+        decoder()
+    worlds: list[tuple[int, list[str]]] = []
+    for word in words:
+        if word.isdecimal():
+            worlds.append((int(word), []))
+        else:
+            worlds[-1][1].append(word)
+    for number, (ranks, ways) in enumerate(worlds):
+        join = partial(run, f"{folder}/store {number}", ranks, ways)
+        assert run_ranks(ranks, join) == [0] * ranks, ways
     print("equal")
 
 
