@@ -7,7 +7,7 @@ one sentence names the parameter and the module to wrap.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -54,61 +54,35 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(24, H, generator=generator), torch.randn(24, H, generator=generator)
 
 
-def loss_of(model: torch.nn.Module, step: int, rank: int, use_fp8: bool) -> torch.Tensor:
-    x, target = batch(step, rank)
-    return (model(x, use_fp8=use_fp8)[0] - target).square().mean()
-
-
-def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """A gradient of nearly zero moves its weight by next to nothing. With AdamW's own `eps` it moves
-    it by the whole learning rate, in the direction of a rounding error.
-    """
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
-
-
-def alone(use_fp8: bool) -> list[dict[str, torch.Tensor]]:
-    """Gradients and weights after every step of one process that accumulates over both ranks'
-    batches.
-    """
-    moe = layer()
-    optimizer, history = optimizer_of(moe), []
+def trained(model: Any, moe: MoE, ranks: Sequence[int], use_fp8: bool) -> dict[str, torch.Tensor]:
+    """Weights after some steps on the batches of these ranks, and gradients of the last step."""
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.5)
     for step in range(STEPS):
-        for rank in range(RANKS):
-            (loss_of(moe, step, rank, use_fp8) / RANKS).backward()
-        history.append(
-            {f"grad {name}": parameter.grad.clone() for name, parameter in moe.named_parameters()}
-        )
-        optimizer.step()
         optimizer.zero_grad()
-        history[-1] |= {
-            name: parameter.detach().clone() for name, parameter in moe.named_parameters()
-        }
-    return history
+        for rank in ranks:
+            x, target = batch(step, rank)
+            out = model(x, use_fp8=use_fp8)[0]
+            ((out - target).square().mean() / len(ranks)).backward()
+        optimizer.step()
+    gradients = {f"grad {name}": whole(weight.grad) for name, weight in moe.named_parameters()}
+    return gradients | {name: whole(weight) for name, weight in moe.named_parameters()}
 
 
-def check_training(wrap, rank: int, use_fp8: bool, compiled: bool) -> None:
-    moe = layer()
+def check_training(wrap: Way, rank: int, use_fp8: bool, compiled: bool) -> None:
+    """Beside one process that accumulates over both ranks' batches."""
+    alone, moe = layer(), layer()
+    expected = trained(alone, alone, range(RANKS), use_fp8)
     model = wrap(moe) or moe
-    forward = torch.compile(model, backend="aot_eager") if compiled else model
-    optimizer = optimizer_of(model)
-    before = {name: whole(parameter) for name, parameter in moe.named_parameters()}
-    for step, expected in enumerate(alone(use_fp8)):
-        loss_of(forward, step, rank, use_fp8).backward()
-        found = {
-            f"grad {name}": whole(parameter.grad) for name, parameter in moe.named_parameters()
-        }
-        optimizer.step()
-        optimizer.zero_grad()
-        found |= {name: whole(parameter) for name, parameter in moe.named_parameters()}
-        # The same products and sums as in one process: equal bits here. Room for libraries whose
-        # last bits depend on where a tensor lies.
-        for name, value in expected.items():
-            torch.testing.assert_close(
-                found[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-            )
-        for name, old in before.items():
-            assert not torch.equal(found[name], old), f"{name} did not train in step {step}"
-        before = {name: found[name] for name in before}
+    model = torch.compile(model, backend="aot_eager") if compiled else model
+    found = trained(model, moe, [rank], use_fp8)
+    # The same products and sums as in one process: equal bits here. Room for libraries whose
+    # last bits depend on where a tensor lies.
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    for name, old in layer().named_parameters():
+        assert not torch.equal(found[name], old), f"{name} did not train"
 
 
 def check_changes_of_sharded_weights(rank: int) -> None:
@@ -141,49 +115,32 @@ def check_numbers_of_plans() -> None:
 
 
 class Experts(torch.nn.Module):
-    """A node over modules that FSDP2 shards; the same weights for everybody."""
+    """A node over modules that FSDP2 shards, on a routing that is the same in every call."""
 
-    def __init__(self, flush: str) -> None:
+    def __init__(self, flush: str = "auto") -> None:
         super().__init__()
         torch.manual_seed(0)
         made = [(torch.randn(H, 2 * I) * 0.2, torch.randn(I, H) * 0.2) for _ in range(E)]
         self.experts = torch.nn.ModuleList(Expert(*pair) for pair in made)
         self.nodes = [SonicMoEMlpNode(self.experts, E, H, I, flush=flush)]
 
-    def run(self, seed: int, scale: float) -> None:
-        x, dout = batch(seed, 0)
-        indices = torch.rand(24, E, generator=torch.Generator().manual_seed(seed)).topk(2).indices
-        self(x, indices).backward(dout * scale)
-
-    def forward(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        indices = torch.arange(48).reshape(24, 2) % E
         out: torch.Tensor = self.nodes[0](x, None, indices, torch.full((24, 2), 0.5))
         return out
 
 
-def check_node(rank: int) -> None:
-    """Through autograd its gradients are reduced; those that wait cannot be, and it says so."""
-    wanted = Experts("auto")
-    for other in range(RANKS):
-        wanted.run(other, 1 / RANKS)
-    for flush in ("auto", "backward", "step"):
-        module = Experts(flush)
-        fully_shard(module)
-        module.run(rank, 1.0)
-        try:
-            module.nodes[0].step()
-        except RuntimeError as error:
-            assert flush == "step" and "resharded as FSDP2 does" in str(error), error
-            continue
-        assert flush != "step"
-        for mine, its in zip(module.parameters(), wanted.parameters(), strict=True):
-            torch.testing.assert_close(whole(mine.grad), its.grad, rtol=1e-4, atol=1e-5)
-
-
-class Routed(Experts):
-    """A node on a routing that is the same in every call."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x, torch.arange(48).reshape(24, 2) % E)
+def check_a_node_whose_gradients_wait(rank: int) -> None:
+    """They cannot be reduced, and it says so."""
+    module = Experts("step")
+    fully_shard(module)
+    module(batch(0, rank)[0]).sum().backward()
+    try:
+        module.nodes[0].step()
+    except RuntimeError as error:
+        assert "resharded as FSDP2 does" in str(error), error
+    else:
+        raise AssertionError("step() handed over what no rank has reduced")
 
 
 def result_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +153,7 @@ FACES = {
     "MoE": (layer, (24, H)),
     "MoE on a batch": (layer, (2, 12, H)),
     "functional": (lambda: TopK(layer()), (24, H)),
-    "node": (lambda: Routed("auto"), (24, H)),
+    "node": (Experts, (24, H)),
 }
 
 
@@ -225,7 +182,7 @@ def check_results_written_in_place(rank: int, face: str, reshard: bool, x_grad: 
 
 def check_all(rank: int) -> None:
     check_numbers_of_plans()
-    check_node(rank)
+    check_a_node_whose_gradients_wait(rank)
     # DDP first: a process that has sharded a module keeps no prepared weights.
     check_training(DistributedDataParallel, rank, use_fp8=True, compiled=False)
     check_changes_of_sharded_weights(rank)
@@ -343,7 +300,7 @@ LAYERS: dict[Callable[[], nn.Module], dict[str, tuple[Way, str]]] = {
         "the layer with adapters": (fully_shard, ""),
         "a factor": (on(LORA_A, fully_shard), r"^lora_A\['default'\].weight of weight in Experts is a DTensor"),
     },
-    lambda: Routed("auto"): {
+    Experts: {
         "the module of a node": (fully_shard, ""),
         "the module of a node, called by itself": (outside, OF_NODE),
         "an expert": (on("experts.0", fully_shard), OF_NODE),

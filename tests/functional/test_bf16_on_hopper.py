@@ -8,22 +8,18 @@ import pytest
 import torch
 from engine.bf16_host import HOPPER, launches_fixture  # noqa: F401
 from engine.host_hopper_gemms import HopperGemms
-from node.node_harness import ARRANGEMENTS, Layer, make_problem
 from oracle.case import Case
 from oracle.faces import LAYERS, Call
 from oracle.golden import scene_of
 
-from sonicmoe import SonicMoEConfig
 from sonicmoe.engine import bf16_sm90
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.bf16_sm90 import Bf16Layer
 from sonicmoe.engine.interface import GradientMode, GradientTargets
-from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.layer import plan
 
 BF16 = torch.bfloat16
-PROBLEM = make_problem(hidden=64, intermediate=40, topk=2, tokens=50, dtype=BF16)
 
 pytestmark = pytest.mark.parametrize("launches", [HOPPER], indirect=True)
 
@@ -116,40 +112,3 @@ def test_a_backward_that_failed_behind_dgated_is_not_repeated(on, monkeypatch):
         assert all(leaf.grad is None for leaf in leaves)
 
     on(Bf16Engine(), step)
-
-
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_a_node_has_nothing_to_make_of_weights_that_were_written(
-    on, arrangement, monkeypatch, weights_on_a_gpu
-):
-    """It reads them where they lie, and sees what was written; a backward in between does not."""
-    looked, engines, refresh = [], [], Bf16Engine.refresh
-
-    def noted(self, *arguments):
-        looked.append(self)
-        return refresh(self, *arguments)
-
-    monkeypatch.setattr(Bf16Engine, "refresh", noted)
-
-    def step():
-        # A configuration of its own, because plans of equal ones share their engine.
-        layer = Layer(PROBLEM, arrangement=arrangement, dtype=BF16, config=SonicMoEConfig())
-        early = layer.call()
-        with torch.no_grad():
-            for weight in layer.weights:
-                weight.mul_(-0.5)
-        late = layer.call()
-        if engines[-1] is Bf16Engine:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                early.backward()
-        late.backward()
-        layer.node.step()
-        return [late.x.grad, late.probs.grad, late.out.detach(), layer.call().out.detach()]
-
-    results = []
-    for engine in (Bf16Engine, ReferenceEngine):
-        engines.append(engine)
-        results.append(on(engine(), step)[0])
-    assert len(looked) == 1
-    for one, other in zip(*results, strict=True):
-        assert one.dtype == other.dtype and (one - other).norm() < 1e-2 * other.norm()

@@ -41,17 +41,6 @@ class TestConfiguration:
         set_flags(SONIC_MOE_FP8_MODE=None)
         np.testing.assert_array_equal(numpy(layer.call().out), plain)
 
-    def test_its_own_beats_the_activated_one(self, set_flags):
-        """tests/test_config.py has the whole rule; the node asks for it at every call."""
-        assert self.recipe_used(Layer(config=None)) is None
-        set_flags(SONIC_MOE_FP8_MODE="perf", SONIC_MOE_FP8_RECIPE="1x128")
-        own = Layer(config=SonicMoEConfig(fp8_mode="perf", recipe="wide512"))
-        other = Layer(config=None)
-        with SonicMoEConfig(fp8_mode="perf", recipe="iso256").activate():
-            used = self.recipe_used(own), self.recipe_used(other)
-        assert used == (RECIPES["wide512"], RECIPES["iso256"])
-        assert self.recipe_used(other) is RECIPES["1x128"]
-
     def test_a_backward_uses_the_settings_of_its_forward(self, set_flags):
         layer = Layer(config=None, main_grad=0.0)
         set_flags(SONIC_MOE_FP8_MODE="perf")

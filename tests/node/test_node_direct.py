@@ -1,27 +1,24 @@
-"""Weight gradients that go straight into `main_grad`, and what decides that they do."""
+"""What decides that weight gradients go straight into `main_grad`."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import re
 
 import numpy as np
 import pytest
 from engine.moe_golden import golden
 from framework import IS_PADDLE, numpy, parameter, relative_rmse, tensor, torch
 from node.node_harness import (
-    ARRANGEMENTS,
     FLUSHES,
     Layer,
-    no_room,
 )
 from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.errors import DeviceError, DTypeError, LayoutError, ShapeError
-from sonicmoe.gradients import flush, sink, waiting
-
-each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+from sonicmoe.gradients import sink, waiting
 
 
 @pytest.fixture
@@ -33,33 +30,6 @@ def said(caplog):
         for record in caplog.records
         if "weight gradients" in record.getMessage()
     ]
-
-
-class TestDirect:
-    @each_arrangement
-    def test_memory_that_did_not_move_is_not_asked_about_again(self, arrangement, monkeypatch):
-        layer, asked = Layer(arrangement=arrangement), []
-        check = flush._check_main_grad
-        monkeypatch.setattr(flush, "_check_main_grad", lambda *of: asked.append(1) or check(*of))
-        held = layer.set_main_grad(0.0)
-        layer.run()
-        first = len(asked)
-        layer.run()
-        assert first == len(asked) == len(held)
-        layer.weights[-1].main_grad = torch.zeros_like(held[-1])
-        layer.run()
-        assert len(asked) == 2 * first
-        copy.deepcopy(layer.node)
-        layer.weights[-1].main_grad = held[-1].to(torch.bfloat16)
-        with pytest.raises(OSError if IS_PADDLE else DTypeError, match="main_grad is bfloat16"):
-            layer.run()
-
-    def test_memory_stays_unbound_where_the_backward_fails(self):
-        layer = Layer(main_grad=None)
-        with no_room():
-            layer.run()
-        assert all(weight.main_grad is None for weight in layer.weights)
-        layer.node.step()
 
 
 def freed(_, held):
@@ -92,40 +62,23 @@ if not IS_PADDLE:
 
 
 class TestWhatDecides:
-    def test_without_main_grad_they_go_through_autograd(self, said):
-        layer = Layer()
-        for _ in range(2):
-            layer.run()
-            assert layer.node.gradient_bytes == 0
-        ((level, line),) = said()
-        assert level == "INFO" and "through autograd where there is no main_grad" in line
-        assert layer.error(times=2, attribute="grad") < 1e-5
-
-    def test_an_engine_that_cannot_add_there_is_named(self, said, monkeypatch):
+    @pytest.mark.parametrize(
+        ("value", "words"),
+        [
+            ("absent", "through autograd where there is no main_grad"),
+            (0.0, "handed over by every backward.*: the moon is full$"),
+        ],
+    )
+    def test_why_they_go_through_autograd_is_said_once(self, value, words, said, monkeypatch):
+        """An engine that cannot add there is named."""
         monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "the moon is full")
-        layer = Layer(main_grad=0.0)
+        layer, attribute = Layer(main_grad=value), "grad" if value == "absent" else "main_grad"
         for times in (1, 2):
             layer.run()
-            assert layer.error(times=times) < 1e-5
+            assert layer.error(times=times, attribute=attribute) < 1e-5
             assert layer.node.gradient_bytes == 0
         ((level, line),) = said()
-        assert level == "INFO"
-        assert "handed over by every backward" in line and line.endswith(": the moon is full")
-
-    def test_an_engine_is_asked_again_where_memory_or_the_engine_is_another(self, monkeypatch):
-        asked = []
-        monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *about: asked.append(about))
-        layer = Layer(main_grad=0.0)
-        for _ in range(2):
-            layer.run()
-        assert len(asked) == 1
-        layer.set_main_grad(0.0)
-        layer.run()
-        assert len(asked) == 2
-        monkeypatch.setattr(ReferenceEngine, "problem_of", lambda *_: "the moon is full")
-        layer.set_main_grad(0.0)
-        layer.run()
-        assert layer.error() < 1e-5
+        assert level == "INFO" and re.search(words, line)
 
     @pytest.mark.parametrize("value", [0.0, None])
     def test_one_without_main_grad_goes_through_autograd_alone(self, value):
@@ -142,9 +95,13 @@ class TestWhatDecides:
         ("wrong", "arrangement", "flush"), pairwise(WRONG, LAST_WEIGHT, FLUSHES)
     )
     def test_a_main_grad_that_nothing_can_be_added_to_is_refused(self, wrong, arrangement, flush):
-        layer = Layer(arrangement=arrangement, flush=flush)
+        """Also in the place of one that was added to."""
+        layer = Layer(arrangement=arrangement, flush=flush, main_grad=0.0)
+        layer.step()
+        layer.zero_main_grad()
         error, words, make = WRONG[wrong]
-        held, weight = layer.set_main_grad(0.0)[-1], layer.weights[-1]
+        weight = layer.weights[-1]
+        held = weight.main_grad
         weight.main_grad, before = make(weight, held), numpy(weight)
         with pytest.raises((error, OSError), match=LAST_WEIGHT[arrangement] + words):
             layer.run()

@@ -55,17 +55,6 @@ class TestFlag:
             times = 1 if value is NAN else backwards
             assert relative_rmse(got, times * (wanted[0] + wanted[1])) < 1e-5
 
-    @each_engine
-    @pytest.mark.parametrize("tokens", ["none", "none of them here"])
-    def test_a_layer_that_no_token_reached_gets_zeros(self, engine, which, tokens):
-        engine(which)
-        problem = make_problem(tokens=0 if tokens == "none" else 5)
-        problem.indices[:] = -1
-        layer = Layer(problem, main_grad=NAN)
-        flag(layer.weights)
-        layer.run()
-        assert not layer.has_gradients()
-
     def test_gradients_that_wait_cannot_be_written(self):
         layer = Layer(main_grad=1.0, flush="step")
         flag(layer.weights[:1])
@@ -89,30 +78,6 @@ class TestFlag:
             layer.node.step()
         flag(layer.weights[1:2], captured)
         layer.node.step()
-
-
-@each_engine
-def test_memory_that_is_made_is_written(engine, which):
-    """An expert without tokens gets zeros, and later backwards add."""
-    written, layer = engine(which), Layer(main_grad=None)
-    for times in (1, 2):
-        layer.run()
-        assert layer.error(times=times) < 1e-5
-    assert len(written) == (which == "writes")
-    assert not numpy(layer.weights[2].main_grad).any()
-
-
-@each_engine
-def test_a_backward_that_found_no_memory_may_be_repeated(engine, which):
-    engine(which)
-    layer = Layer(main_grad=NAN)
-    flag(layer.weights)
-
-    with no_room():
-        layer.run()
-    layer.node.step()
-    layer.step()
-    assert layer.error() < 1e-5
 
 
 def written_first(problem=None, **options):
