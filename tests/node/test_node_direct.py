@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 from engine.moe_golden import golden
 from framework import IS_PADDLE, numpy, parameter, relative_rmse, tensor, torch
-from node.node_harness import (
-    FLUSHES,
-    Layer,
-)
+from node.node_harness import FLUSHES, Layer, no_room
 from pairwise import pairwise
 
 from sonicmoe.engine.reference import ReferenceEngine
@@ -79,6 +76,13 @@ class TestWhatDecides:
             assert layer.node.gradient_bytes == 0
         ((level, line),) = said()
         assert level == "INFO" and re.search(words, line)
+
+    def test_memory_stays_unbound_where_the_backward_fails(self):
+        layer = Layer(main_grad=None)
+        with no_room():
+            layer.run()
+        assert all(weight.main_grad is None for weight in layer.weights)
+        layer.node.step()
 
     @pytest.mark.parametrize("value", [0.0, None])
     def test_one_without_main_grad_goes_through_autograd_alone(self, value):

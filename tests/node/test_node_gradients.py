@@ -1,16 +1,18 @@
 """What lies in `main_grad`, or in `.grad`, after any sequence of what correct training loops do, beside a
-model that knows only sums: micro-batches, outstanding forwards, frozen weights, memory that is
-cleared, replaced, scaled or made, what writes in place of adding, and several nodes of one layer.
+model that knows only sums: micro-batches, outstanding forwards, graphs that run twice, frozen weights,
+memory that is cleared, replaced, scaled or made, what writes in place of adding, experts that change
+places, copies of a node, and several nodes of one layer.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
 import pytest
 from engine.moe_golden import golden
-from framework import numpy, relative_rmse, tensor, torch
+from framework import IS_PADDLE, numpy, relative_rmse, tensor, torch
 from node.node_harness import ARRANGEMENTS, FLUSHES, Layer, gradients_of, problems, want_gradient
 from pairwise import pairwise
 
@@ -29,6 +31,12 @@ def lying_as(layer, dw1, dw2):
         return [dw1, dw2]
     halves = np.split(dw1.transpose(0, 2, 1), 2, 1)
     return [np.stack(halves, 2).reshape(len(dw1), -1, dw1.shape[1]), dw2.transpose(0, 2, 1)]
+
+
+def of_exchanged(problem):
+    """The same where the first two experts have changed places."""
+    ids = problem.indices
+    return problem.but(indices=np.where((ids == 0) | (ids == 1), 1 - ids, ids))
 
 
 class Loop:
@@ -55,6 +63,7 @@ class Loop:
         self.waits = any(self.nodes.values())
         self.held = [self.now(weight) for weight in self.weights]
         self.waiting, self.ahead, self.written, self.ran = {}, [], set(), False
+        self.is_exchanged = False
         exact = map(golden, BATCHES)
         self.exact = [lying_as(self.layer, each.dw1, each.dw2) for each in exact]
         self.done = []
@@ -63,13 +72,18 @@ class Loop:
     def weights(self):
         return self.layer.weights
 
+    def memory_of(self, weight):
+        return getattr(weight, "grad" if self.memory == "absent" else "main_grad", None)
+
     def now(self, weight):
-        gradient = weight.grad if self.memory == "absent" else weight.main_grad
+        gradient = self.memory_of(weight)
         return None if gradient is None else numpy(gradient).copy()
 
     def happens(self):
         """Something that the loop may do now."""
-        events = ["run", "run", "step", "forward", "frozen", "asked"]
+        events = ["run", "run", "step", "forward", "frozen", "asked", "copied"]
+        events += [] if IS_PADDLE else ["twice"]
+        events += ["exchanged"] if self.layer.arrangement == "per_expert" else []
         events += ["backward"] * 2 if self.ahead else []
         if self.memory != "absent" and not self.waiting:
             events += ["cleared", "scaled", "replaced"] + ["taken"] * (not self.first)
@@ -97,7 +111,8 @@ class Loop:
     def forward(self, **leaves):
         batch, node = self.random.randrange(len(BATCHES)), self.random.choice([*self.nodes])
         self.layer.node = node
-        self.ahead.append((batch, self.nodes[node], self.layer.call(BATCHES[batch], **leaves)))
+        problem = of_exchanged(BATCHES[batch]) if self.is_exchanged else BATCHES[batch]
+        self.ahead.append((batch, self.nodes[node], self.layer.call(problem, **leaves)))
 
     def backward(self, place=None, frozen=None):
         place = self.random.randrange(len(self.ahead)) if place is None else place
@@ -130,6 +145,14 @@ class Loop:
         self.backward(-1)
         assert [leaf.grad is not None for leaf in leaves] == [*wanted.values()]
 
+    def twice(self):
+        """Two backwards of one forward."""
+        self.forward()
+        batch, waits, call = self.ahead[-1]
+        call.backward(retain_graph=True)
+        self.arrives(batch, waits, None)
+        self.backward(-1)
+
     def frozen(self):
         """In the forward, in the backward, or in both."""
         index, when = self.random.randrange(len(self.weights)), self.random.choice("fb*")
@@ -160,6 +183,26 @@ class Loop:
             self.held = [np.zeros(tuple(weight.shape)) for weight in self.weights]
             self.cleared()
 
+    # What happens to the layer and its nodes.
+
+    def exchanged(self):
+        """As balancing does. A gradient belongs to the weight that it was computed for."""
+        experts = self.layer.experts
+        experts[0], experts[1] = experts[1], experts[0]
+        self.is_exchanged = not self.is_exchanged
+
+    def copied(self):
+        """A copy has no gradients: they are for the parameters of the original, which alone hands them
+        over.
+        """
+        other = copy.deepcopy(self.random.choice([*self.nodes]))
+        assert other.gradient_bytes == 0
+        weights = other._state.parameters.parameters()
+        before = list(map(self.now, weights))
+        other.step()
+        for was, weight in zip(before, weights, strict=True):
+            np.testing.assert_array_equal(self.now(weight), was)
+
     # What the loop does to memory.
 
     def step(self):
@@ -187,11 +230,9 @@ class Loop:
         self.random.choice(ways[: 1 if self.memory == "absent" else 2 if self.first else 3])()
 
     def cleared(self):
-        for weight in self.weights:
-            gradient = weight.grad if self.memory == "absent" else weight.main_grad
-            if gradient is not None:
-                with torch.no_grad():
-                    gradient.zero_()
+        for gradient in filter(lambda held: held is not None, map(self.memory_of, self.weights)):
+            with torch.no_grad():
+                gradient.zero_()
         self.held = [None if held is None else 0 * held for held in self.held]
 
     def scaled(self):
