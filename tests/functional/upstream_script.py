@@ -44,8 +44,6 @@ assert not torch.equal(layer.c_fc.weight, before)
 
 with torch.autocast(device, torch.float32):
     assert layer(tokens)[0].dtype == torch.bfloat16
-compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-assert torch.allclose(compiled(tokens)[0], layer(tokens)[0], atol=1.4e-2, rtol=2e-2)
 
 w1, w2, router_w = layer.c_fc.weight, layer.c_proj.weight, layer.router.weight
 flat = tokens.view(-1, 64)

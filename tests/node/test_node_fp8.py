@@ -255,22 +255,3 @@ class TestGradients:
     def test_the_placeholder_is_no_finding(self, problem):
         with detect_nonfinite():
             GradientCall(bf16_layer(problem), Source(quantised(problem.dout))).backward()
-
-
-@pytest.mark.skipif(not IS_PADDLE, reason="PyTorch casts gradients before a backward sees them")
-def test_an_e4m3_gradient_without_a_source_is_refused(problem):
-    """Nobody takes codes for numbers. With a source: tests/fleet/test_double.py."""
-
-    class Combine(PyLayer):
-        @staticmethod
-        def forward(ctx, out):
-            return out.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return quantised(problem.dout).codes
-
-    call = GradientCall(bf16_layer(problem), None)
-    call.out = Combine.apply(call.out)
-    with pytest.raises(OSError, match="dout is float8_e4m3fn without its scales"):
-        call.backward()
