@@ -22,8 +22,8 @@ from sonicmoe.quant.reference import quantize, transpose_storage
 pytestmark = pytest.mark.skipif(framework.IS_PADDLE, reason="the PyTorch face")
 WORKER = Path(__file__).with_name("sharded_worker.py")
 WAYS = (
-    "kept", "resharded", "uneven", "fewer", "masters", "checkpointed", "accumulated", "compiled", "offloaded", "on meta",
-    "assigned", "functional", "gate and up apart", "halves, clamped", "values",
+    "kept", "resharded", "masters", "checkpointed", "accumulated", "compiled", "offloaded", "on meta", "assigned",
+    "functional", "gate and up apart", "halves, clamped", "values",
 )  # fmt: skip
 CHECKS = "what is gathered", "quantised once", "checkpoints", "refusals"
 # By the libraries that they need.

@@ -1,4 +1,6 @@
-"""Where the node's settings come from, and what it refuses by name."""
+"""Where the node's settings come from, and what it refuses by name. Also that the PyTorch face is not for
+Paddle.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,14 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from engine.moe_golden import assert_same_bits, make_problem, run_engine
-from framework import numpy, torch
+from framework import IS_PADDLE, numpy, torch
 from node.node_harness import Layer
 
 from sonicmoe.config import SonicMoEConfig, current_config
 from sonicmoe.engine.interface import EngineSettings
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.enums import FlushMode
-from sonicmoe.errors import (
-    RoutingError,
-)
+from sonicmoe.errors import FrameworkError, RoutingError
 from sonicmoe.gradients.sink import GradientSink
 from sonicmoe.layer import plan
 from sonicmoe.layer.bound import BoundLayer
@@ -122,3 +122,21 @@ def test_fp8_that_no_gpu_computes_is_said_once(sizes, dtype, words, caplog):
         said = [r.getMessage() for r in caplog.records if "emulates FP8, but" in r.getMessage()]
         assert len(said) == (config.fp8_mode is not None and words is not None)
         assert not said or words in said[0]
+
+
+@pytest.mark.skipif(not IS_PADDLE, reason="Paddle's proxy for PyTorch")
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from sonicmoe import MoE",
+        "import sonicmoe; sonicmoe.MoE",
+        "from sonicmoe import moe_general_routing_inputs",
+        "import sonicmoe.moe",
+        "import sonicmoe.functional",
+    ],
+)
+def test_the_pytorch_face_is_not_for_paddle_and_says_which_one_is(statement):
+    words = "PyTorch face.*sonicmoe.ernie_compat.SonicMoEMlpNode"
+    for _ in range(2):
+        with pytest.raises(FrameworkError, match=words):
+            exec(statement)
