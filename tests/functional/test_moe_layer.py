@@ -44,9 +44,8 @@ PLAIN = {"kernel_backend_moe": KernelBackendMoE.torch}
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)], ids=["bf16", "fp16"]
 )
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_half_precision_parameters(dtype, bound, bias):
-    moe = make_layer(bias=bias).to(dtype)
+def test_half_precision_parameters(dtype, bound):
+    moe = make_layer(bias=True).to(dtype)
     x, dout = batch(dtype=dtype)
     run = run_layer(moe, x, dout)
     dtypes = {name: value.dtype for name, value in flat(run).items()}
@@ -78,18 +77,15 @@ def test_autocast():
 def test_any_leading_shape(backend):
     moe, dout = make_layer(bias=True), make_tokens(24, 32, seed=2)
     tokens = make_tokens(24, 32)
-    shapes = {"3-D": tokens.reshape(2, 12, 32), "4-D": tokens.reshape(2, 3, 4, 32)}
-    expected = run_layer(moe, tokens, dout, kernel_backend_moe=backend)
-    for name, x in shapes.items():
-        leaf = x.detach().requires_grad_()
-        out, aux = moe(leaf, backend)
-        assert out.shape == x.shape and aux.shape == (), name
-        assert torch.equal(out.reshape(24, 32), expected[0]) and torch.equal(aux, expected[1]), name
-        ((out.reshape(24, 32) * dout).sum() + 0.3 * aux).backward()
-        assert torch.equal(leaf.grad.reshape(24, 32), expected[2]["x"]), name
-    torch.testing.assert_close(
-        moe(tokens[0], backend)[0], expected[0][0]
-    )  # one row: another matrix kernel
+    expected = flat(run_layer(moe, tokens, dout, kernel_backend_moe=backend))
+    for shape in ((2, 12, 32), (2, 3, 4, 32)):
+        given = tokens.reshape(shape), dout.reshape(shape)
+        run = flat(run_layer(moe, *given, kernel_backend_moe=backend))
+        assert run["out"].shape == run["x"].shape == shape
+        flattened = {name: run[name].reshape(wanted.shape) for name, wanted in expected.items()}
+        assert all(map(torch.equal, flattened.values(), expected.values()))
+    # One row is another matrix kernel.
+    torch.testing.assert_close(moe(tokens[0], backend)[0], expected["out"][0])
 
 
 # The load-balancing loss

@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 from engine.fp8_arrivals import quantised
 from engine.moe_golden import make_problem
+from findings import found
 from framework import IS_PADDLE, numpy, tensor, torch
 from node.node_harness import FP8, FULL, Layer
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.diagnostics.bisect import bisect
-from sonicmoe.diagnostics.nonfinite import NonFiniteError
-from sonicmoe.diagnostics.step_dump import StepDump, StepSettings
 from sonicmoe.engine.capabilities import RECORDS
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ep import Dispatcher, LocalDispatcher
@@ -171,16 +169,9 @@ def test_what_computes_does_so_in_every_state(name):
     assert len(copies) >= 5 * len(WAYS)
     expected = subject.run(copies["fresh", "deepcopy"])
     for place, other in copies.items():
-        found = subject.run(other)
+        out = subject.run(other)
         if place[0] not in ("after a step", "in the second step"):  # of other weights
-            np.testing.assert_array_equal(found, expected, err_msg=str(place))
-
-
-def step_dump():
-    p = PROBLEM.but(indices=np.abs(PROBLEM.indices) % 4)
-    fp32 = {name: getattr(p, name).astype(np.float32) for name in ("x", "probs", "dout")}
-    w1, w2 = (w.transpose(0, 2, 1).astype(np.float32) for w in (p.up_gate, p.down))
-    return StepDump("a step", StepSettings(), indices=p.indices, w1=w1, w2=w2, **fp32)
+            np.testing.assert_array_equal(out, expected, err_msg=str(place))
 
 
 def fp8_config():
@@ -204,7 +195,7 @@ VALUES = {
     "FP8Config": fp8_config,
     "record": lambda: RECORDS[next(iter(RECORDS))],
     "BlockScaledTensor": lambda: quantised(make_problem(hidden=256).x),
-    "NonFiniteError": lambda: NonFiniteError("bad", bisect(step_dump(), "reference"), None),
+    "NonFiniteError": lambda: found(Layer(PROBLEM.but(x=0 * PROBLEM.x + np.nan)).call),
     "OutOfMemoryError": out_of_memory,
     "FrameworkMissingError": lambda: FrameworkMissingError("none", "install it"),
 }
