@@ -230,11 +230,7 @@ def check(name: str, rank: int) -> None:
         if codes:
             assert way.prepare(model) == 1
         way.shard(model)
-        if way.bytes == 1.0:
-            with SonicMoEConfig(fp8_mode="off").activate():
-                found.append(trained(model, rank, way.steps, way.micro))
-        else:
-            found.append(trained(model, rank, way.steps, way.micro))
+        found.append(trained(model, rank, way.steps, way.micro))
     (losses, state, all_bytes), (coded_losses, coded_state, coded_bytes) = found
     if way.exact:
         assert losses == coded_losses, (name, losses, coded_losses)

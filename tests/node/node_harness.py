@@ -169,8 +169,7 @@ class Call:
             want_gradient(leaf, wanted)
         self.indices = tensor(problem.indices).to(torch.int64)
         self.dout = tensor(problem.dout, torch.float32).to(layer.dtype)
-        listed = counts_of(problem)
-        self.counts = {"list": listed, "none": None, "empty": []}[counts]
+        self.counts = counts_of(problem) if counts == "list" else None
         self.out = layer.node(*self.arguments, **given)
 
     @property

@@ -1,4 +1,6 @@
-"""What decides that weight gradients go straight into `main_grad`."""
+"""What decides that weight gradients go straight into `main_grad`; and experts without a row in a batch, whose
+gradients are zeros, or none where that is asked for.
+"""
 
 from __future__ import annotations
 
@@ -155,3 +157,25 @@ class TestCaptures:
         copy.deepcopy(held).check()
         with pytest.raises(RuntimeError, match="replaced"):
             held.check()
+
+
+@pytest.mark.skipif(IS_PADDLE, reason="modules and optimizers of PyTorch")
+@pytest.mark.parametrize("counts", ["list", "none"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_idle_experts_have_none_as_in_a_loop_over_the_others(shared, counts):
+    """So no optimizer decays them. A weight that a busy expert shares has its gradient."""
+    idle_expert = 2  # of which no token is
+    layers = [Layer(idle_grads=asked) for asked in (False, True)]
+    for layer in layers:
+        if shared:
+            layer.experts[idle_expert].down_proj = layer.experts[0].down_proj
+            layer.weights[4 + idle_expert] = layer.weights[4]
+        layer.run(counts=counts)
+    none, zeros = layers
+    idle = [index for index, weight in enumerate(none.weights) if weight.grad is None]
+    assert idle == ([idle_expert] if shared else [idle_expert, 4 + idle_expert])
+    assert not any(numpy(zeros.weights[index].grad).any() for index in idle)
+    for index, weight in enumerate(none.weights):
+        none.weights[index].grad = zeros.weights[index].grad if weight.grad is None else weight.grad
+    assert shared or none.error(attribute="grad") < 1e-5
+    assert all((a.grad == b.grad).all() for a, b in zip(none.weights, zeros.weights, strict=True))

@@ -12,8 +12,6 @@ import pytest
 from engine.moe_golden import golden
 from framework import numpy, parameter, relative_rmse, torch
 from node.node_harness import (
-    CONFIGS,
-    FLUSHES,
     FP8,
     FULL,
     Layer,
@@ -23,9 +21,6 @@ from node.node_harness import (
 
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.ernie_compat import SonicMoEMlpNode
-
-each_flush = pytest.mark.parametrize("flush", FLUSHES)
-configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 class TestInference:

@@ -23,8 +23,6 @@ from sonicmoe.gradients import sink
 
 NAN = float("nan")
 OVERWRITE = SonicMoEConfig(engine="reference", first_backward="overwrite")
-ENGINES = ("adds", "writes", "elsewhere")
-each_engine = pytest.mark.parametrize("which", ENGINES)
 
 
 def flag(weights, value=True):
