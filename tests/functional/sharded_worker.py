@@ -366,20 +366,21 @@ def shared_folder(rank: int) -> Iterator[str]:
         shutil.rmtree(folder[0])
 
 
+def through_a_checkpoint(rank: int, saved: nn.Module, loaded: nn.Module) -> dict[str, Any]:
+    """The state dict of one module with what DCP has saved of the other."""
+    state = loaded.state_dict()
+    with shared_folder(rank) as folder:
+        dcp.save(saved.state_dict(), checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)
+    return state
+
+
 def check_checkpoints(rank: int) -> None:
     """DCP saves and loads values under stock names; a copy and a pickle of a module have values."""
-    with shared_folder(rank) as folder:
-        _check_checkpoints(rank, folder)
-
-
-def _check_checkpoints(rank: int, folder: str) -> None:
     block, other = sharded(moe(5)), Block(moe(5, seed=7))
     fully_shard(other)
-    dcp.save(block.state_dict(), checkpoint_id=folder)
     assert set(block.state_dict()) == set(other.state_dict())
-    state = other.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    other.load_state_dict(state)
+    other.load_state_dict(through_a_checkpoint(rank, block, other))
     for mine, its in zip(block.parameters(), other.parameters(), strict=True):
         assert torch.equal(whole(mine), whole(its)) and whole(mine).dtype == BF16
     file = io.BytesIO()
@@ -390,9 +391,7 @@ def _check_checkpoints(rank: int, folder: str) -> None:
     third = Block(moe(5, seed=8))
     fully_shard(third)
     wanted = third(batch(0, rank))
-    dcp.save(third.state_dict(), checkpoint_id=folder + "/third")
-    state = block.state_dict()
-    dcp.load(state, checkpoint_id=folder + "/third")
+    through_a_checkpoint(rank, third, block)  # into the memory of its shards
     assert torch.equal(block(batch(0, rank)), wanted)
     layer = moe()
     gather_codes(layer)

@@ -12,6 +12,7 @@ import pytest
 from findings import captured_calls, fault_of, found, measured, said_by, spoil
 from framework import torch
 from functional.layer_golden import make_layer, make_tokens
+from functional.sharded_models import TopK
 from numerics_cases import load_case
 from pairwise import pairwise
 from torch import nn
@@ -203,43 +204,31 @@ def test_an_argument_is_named(argument, call, halves, fp8):
     assert fault_of(error).startswith(text)
 
 
+def test_a_parameter_of_a_module_that_calls_a_function_is_named():
+    model = nn.Sequential(*(TopK(make_layer()) for _ in range(2)))
+    for name, stage in (("1.fused", "w1"), ("0.down", "w2")):
+        spoil(model.get_parameter(name), 4, 7, 3)
+        text = fault_of(found(lambda: model(make_tokens(30, H))))
+        assert text.startswith(
+            f"first bad: input {stage} = {name} at expert 4, row 7, column 3: nan"
+        )
+
+
+@FP8
 @pytest.mark.parametrize("call", CALLS)
-class TestFunctional:
-    def test_a_parameter_is_named(self, call):
-        class Holder(nn.Module):
-            def __init__(self):
-                super().__init__()
-                w1, _, w2, _ = weights()
-                self.up = nn.Parameter(w1.permute(2, 0, 1).contiguous())
-                self.down = nn.Parameter(w2)
-
-            def forward(self, x):
-                return call(x, (self.up.permute(1, 2, 0), None, self.down, None))
-
-        for holder, name, index, stage in (
-            (1, "up", (4, 7, 3), "w1"),
-            (0, "down", (7, 3, 4), "w2"),
-        ):
-            model = nn.Sequential(Holder(), Holder())
-            spoil(getattr(model[holder], name), *index)
-            text = fault_of(found(lambda model=model: model(make_tokens(30, H))))
-            where = f"{holder}.{name} at expert 4, row 7, column 3"
-            assert text.startswith(f"first bad: input {stage} = {where}: nan")
-
-    @FP8
-    def test_a_dump_follows_the_parameter(self, call, fp8, path):
-        w1, b1, w2, b2 = weights()
-        w1.requires_grad_()
-        dump(w1, path)
-        call(make_tokens(30, H), weights(1)).sum()
-        assert not path.exists()
-        call(make_tokens(30, H), (w1, b1, w2, b2), concat_layout=True, use_fp8=fp8).sum().backward()
-        step = load_dump(path)
-        assert step.dout is not None
-        halves = w1.detach().permute(2, 0, 1).numpy()
-        np.testing.assert_array_equal(step.w1[:, 0::2], halves[:, :I])
-        np.testing.assert_array_equal(step.w1[:, 1::2], halves[:, I:])
-        assert bisect(step, "reference").healthy
+def test_a_dump_follows_the_parameter(call, fp8, path):
+    w1, b1, w2, b2 = weights()
+    w1.requires_grad_()
+    dump(w1, path)
+    call(make_tokens(30, H), weights(1)).sum()
+    assert not path.exists()
+    call(make_tokens(30, H), (w1, b1, w2, b2), concat_layout=True, use_fp8=fp8).sum().backward()
+    step = load_dump(path)
+    assert step.dout is not None
+    halves = w1.detach().permute(2, 0, 1).numpy()
+    np.testing.assert_array_equal(step.w1[:, 0::2], halves[:, :I])
+    np.testing.assert_array_equal(step.w1[:, 1::2], halves[:, I:])
+    assert bisect(step, "reference").healthy
 
 
 @FP8

@@ -82,27 +82,20 @@ def test_a_layer_with_parameters_of_its_own_is_judged_by_them(path):
     assert np.abs(numpy(own.out) - numpy(usual.out)).max() > 1e-3
 
 
-def block(layer, call, use_reentrant):
-    """The layer behind other operations of one recomputed block: the first pass of the re-entrant
-    kind, which keeps no graph, does not see that x and probs want gradients.
-    """
-
-    def forward(x, probs):
-        return layer.node(x * 1, None, call.indices, probs * 1)
-
-    return recomputed(forward, call.x, call.probs, use_reentrant=use_reentrant)
-
-
-each_kind = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
-
-
-@each_kind
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 @each_config
 def test_the_step_of_a_recomputed_block(path, reentrant, config):
+    """The layer is behind other operations: the first pass of the re-entrant kind, which keeps no graph,
+    does not see that x and probs want gradients.
+    """
     layer = Layer(config=config)
     call = layer.call()
+
+    def block(x, probs):
+        return layer.node(x * 1, None, call.indices, probs * 1)
+
     layer.node.dump(path)
-    block(layer, call, reentrant).backward(call.dout)
+    recomputed(block, call.x, call.probs, use_reentrant=reentrant).backward(call.dout)
     step = load_dump(path)
     assert_inputs(step, call, layer)
     np.testing.assert_array_equal(step.dout, numpy(call.dout))
