@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from engine.hopper_host import OURS, host_passes, native_fixture  # noqa: F401
+from pairwise import pairwise
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe import SonicMoEConfig
@@ -71,10 +72,15 @@ class Layer:
         return next(iter(_beside[id(_owner(self.weights[0]))].entries.values())).prepared.weights
 
 
-@pytest.mark.parametrize("face", ["function", "node"])
-@pytest.mark.parametrize("way", ["checkpointed", "reentrant", "compiled"])
-@pytest.mark.parametrize("adds", ["a backward of its own", "a second backward"])
-def test_the_other_order_is_made_by_each_backward(face, way, adds, ours):
+@pytest.mark.parametrize(
+    ("way", "face", "adds"),
+    pairwise(
+        ["checkpointed", "reentrant", "compiled"],
+        ["function", "node"],
+        ["a backward of its own", "a second backward"],
+    ),
+)
+def test_the_other_order_is_made_by_each_backward(way, face, adds, ours):
     """To the same bits. A forward that has a backward of its own adds it in the same store, for good,
     and so does a second backward of the same weights.
     """

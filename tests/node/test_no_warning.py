@@ -44,7 +44,7 @@ def many_micro_batches():
     for clear in CLEARINGS:
         layer = Layer(SMALL, flush="step", main_grad=0.0)
         for _ in range(2):
-            layer.step(*[None] * 70)
+            layer.step(*[None] * 12)
             clear(layer)
 
 
