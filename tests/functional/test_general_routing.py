@@ -26,13 +26,13 @@ EXPERTS = 5
 # last.
 TOKENS = [0, 0, 1, 3, 3, 3, 3, 3, 3, 4, 4, 6, 6, 6]
 EXPERT_IDS = [-1, 2, 0, 4, 1, 5, 0, 2, -1, 3, 3, 1, 99, 0]
+SCORES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DROPPED = [i for i, e in enumerate(EXPERT_IDS) if not 0 <= e < EXPERTS]
 
 
-def triples(dtype=torch.float32, index=torch.int64):
+def triples():
     scores = torch.rand(len(TOKENS), generator=torch.Generator().manual_seed(5)) + 0.1
-    scores = scores.to(dtype).requires_grad_()
-    return scores, torch.tensor(TOKENS, dtype=index), torch.tensor(EXPERT_IDS, dtype=index)
+    return scores.requires_grad_(), torch.tensor(TOKENS), torch.tensor(EXPERT_IDS)
 
 
 def run_triples(moe, x, scores, tokens, experts, dout, **options):
@@ -74,26 +74,16 @@ def test_any_routing(data):
     )
     tokens, experts = [t for t, _ in drawn], [e for _, e in drawn]
     moe, x, dout = make_layer(), *batch(num_tokens)
-    scores = torch.linspace(-1, 2, len(drawn)).requires_grad_()
+    dtype = data.draw(st.sampled_from(SCORES), "dtype of the scores")
+    scores = torch.linspace(-1, 2, len(drawn)).to(dtype).requires_grad_()
     ids = [torch.tensor(values, dtype=torch.int64) for values in (tokens, experts)]
     run, frequency = run_triples(moe, x, scores, *ids, dout)
-    compare(run, one_by_one(moe, x, scores, *ids, dout), least_norm=5.0)
-    assert frequency.tolist() == [experts.count(e) for e in range(EXPERTS)]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"]
-)
-def test_score_dtypes(dtype):
-    moe, x, dout = make_layer(), *batch(8)
-    scores, tokens, experts = triples(dtype)
-    run, _ = run_triples(moe, x, scores, tokens, experts, dout)
     assert run["scores"].dtype == dtype and run["out"].dtype == torch.float32
-    exact = scores.detach().float().requires_grad_()
-    expected = one_by_one(moe, x, exact, tokens, experts, dout)
+    expected = one_by_one(moe, x, scores.detach().float().requires_grad_(), *ids, dout)
     of_scores = {"scores": run.pop("scores")}, {"scores": expected.pop("scores")}
-    compare(*of_scores, 2 * torch.finfo(dtype).eps + 1e-6)
-    compare(run, expected)
+    compare(*of_scores, 2 * torch.finfo(dtype).eps + 1e-6, least_norm=5.0)
+    compare(run, expected, least_norm=5.0)
+    assert frequency.tolist() == [experts.count(e) for e in range(EXPERTS)]
 
 
 def test_inference_keeps_nothing(saves):
