@@ -2,64 +2,82 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+
 import numpy as np
 import pytest
 from filelock import FileLock
 from worlds import TESTS, finish, paddle_variables, start_world
 
-WORKER = TESTS / "ep" / "ep_worker.py"
+TIMEOUT_S = 600  # of all worlds one after the other
 
 
-def started(framework, world, folder, *arguments):
-    """The ranks of a world of `ep_worker.py`, each in an interpreter of its own."""
+def ranks_of(framework, world, folder, name):
+    """`(exit code, stdout, stderr)` of each rank, each in an interpreter of its own."""
     launch = paddle_variables(world) if framework == "paddle" else [{}] * world
     variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
-    return start_world(lambda rank: [WORKER, world, rank, folder, *arguments], variables)
+    worker = TESTS / "ep" / "ep_worker.py"
+    return finish(start_world(lambda rank: [worker, folder, rank, name], variables))
 
 
-def started_as_one(world, folder, *arguments):
-    """A process that is the parent of PyTorch's ranks."""
-    command = [WORKER, world, "all", folder, *arguments]
-    return start_world(lambda _: command, [{"SONICMOE_TEST_FRAMEWORK": "torch"}])
-
-
-@pytest.fixture(scope="session")
-def start_ranks():
-    """Tests get `started` as a fixture, because their modules cannot import this file."""
-    return started
+def all_forked(folder):
+    worker = TESTS / "ep" / "ep_worker.py"
+    variables = [{"SONICMOE_TEST_FRAMEWORK": "torch"}]
+    return finish(start_world(lambda _: [worker, folder], variables), TIMEOUT_S)
 
 
 @pytest.fixture(scope="session")
-def start_ranks_as_one():
-    return started_as_one
+def run_ranks():
+    """Tests get `ranks_of` as a fixture, because their modules cannot import this file."""
+    return ranks_of
 
 
 @pytest.fixture(scope="session")
-def world_results(session_folder):
-    """`world_results(framework, world)`: one dictionary of arrays per rank. A world that failed is
-    not tried again.
+def left_by(session_folder):
+    """`left_by(framework, name)`: the folder of a world of `ep_worker.py`. One that failed is not tried
+    again.
     """
-    loaded: dict[tuple[str, int], list[dict[str, np.ndarray]]] = {}
 
-    def results(framework: str, world: int):
-        if (framework, world) not in loaded:
-            folder = session_folder / f"world of {world} {framework} ranks"
-            with FileLock(f"{folder}.lock"):
-                if not folder.exists():
-                    folder.mkdir()
-                    as_one = framework == "torch"
-                    ended = finish(
-                        started_as_one(world, folder)
-                        if as_one
-                        else started(framework, world, folder)
-                    )
-                    assert not any(code for code, _, _ in ended), ended
-                    (folder / "complete").touch()
-            if not (folder / "complete").exists():
-                pytest.fail(f"the {folder.name} failed before")
-            loaded[framework, world] = [
-                dict(np.load(folder / f"{rank}.npz")) for rank in range(world)
-            ]
-        return loaded[framework, world]
+    def folder_of(framework, name):
+        folder = session_folder / f"worlds of {framework}"
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                folder.mkdir()
+                if framework == "torch":
+                    ended = all_forked(folder)
+                else:
+                    (folder / name).mkdir()
+                    ended = ranks_of(framework, 2, folder / name, name)
+                (folder / "said").write_text("\n".join(said[-4000:] for _, _, said in ended))
+        return folder / name
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def forked_ranks(left_by):
+    """`forked_ranks(name)`: the exit codes of a world's ranks, and what they have said."""
+
+    def found(name):
+        folder = left_by("torch", name)
+        codes = folder / "codes"
+        assert codes.exists(), (folder.parent / "said").read_text()
+        return json.loads(codes.read_text()), (folder / "said").read_text()
+
+    return found
+
+
+@pytest.fixture(scope="session")
+def world_results(left_by):
+    """`world_results(framework, world)`: one dictionary of arrays per rank."""
+
+    @cache
+    def results(framework, world):
+        folder = left_by(framework, f"results {world}")
+        files = [folder / f"{rank}.npz" for rank in range(world)]
+        said = folder / "said" if framework == "torch" else folder.parent / "said"
+        assert all(file.exists() for file in files), said.read_text()
+        return [dict(np.load(file)) for file in files]
 
     return results

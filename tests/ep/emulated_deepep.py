@@ -133,27 +133,20 @@ class Buffer:
         assert weights.dtype == torch.float32
         assert ((ids >= -1) & (ids < num_experts)).all(), "the library knows no other ids"
         local = num_experts // self.group_size
-        first = self.rank * local
-        sources, rows, indices, raw = [], [], [], []
+        first, sources, parts = self.rank * local, [], []
         for rank, (x_r, ids_r, weights_r) in enumerate(gathered((x, ids, weights), self.group)):
-            for token in range(len(x_r)):
-                here = (ids_r[token] >= first) & (ids_r[token] < first + local)
-                if here.any():
-                    sources.append((rank, token))
-                    rows.append(x_r[token])
-                    indices.append(torch.where(here, ids_r[token] - first, -1))
-                    raw.append(weights_r[token])
-        empty_rows, empty_slots = x.new_empty([0, x.shape[1]]), ids.new_empty([0, ids.shape[1]])
-        recv_x = torch.stack(rows) if rows else empty_rows
-        recv_idx = torch.stack(indices) if rows else empty_slots
-        recv_weights = torch.stack(raw) if rows else empty_slots.to(torch.float32)
+            here = (ids_r >= first) & (ids_r < first + local)
+            tokens = here.any(1).nonzero()[:, 0]
+            sources += [(rank, token) for token in tokens.tolist()]
+            own = torch.where(here, ids_r - first, -1)
+            parts.append([values[tokens] for values in (x_r, own, weights_r)])
+        recv_x, recv_idx, recv_weights = map(torch.cat, zip(*parts, strict=True))
         counts = [int((recv_idx == e).sum()) for e in range(local)]
         return sources, recv_x, recv_idx, recv_weights, counts
 
     def _redeliver(self, x, sources):
         tokens = gathered(x, self.group)
-        rows = [tokens[rank][token] for rank, token in sources]
-        return torch.stack(rows) if rows else x.new_empty([0, x.shape[1]])
+        return torch.cat([x[:0], *(tokens[rank][token, None] for rank, token in sources)])
 
     def _collect(self, x, weights, sources, num_tokens):
         """Per own token: `(fp32 row sums, per rank weights)` in rank order."""

@@ -54,10 +54,9 @@ class FilePeers(Peers):
 
 
 def kernels(folder):
-    """The module; `folder` is shared by all worlds of a run."""
-    return host_cuda.load(
-        "host_peer_rows_asleep", (SOURCE,), kept.open_cache(Path(folder) / "local")
-    )
+    """The module; it goes into `folder` where nothing can be kept."""
+    cache = kept.open_cache(Path(folder) / "local")
+    return host_cuda.load("host_peer_rows_asleep", (SOURCE,), cache)
 
 
 def made(peers, module, limit=None, memory=None):

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 24, 8, 3  # rows of two blocks of FP8
 MATRICES = ("up_gate", "down")
-# What travels in FP8: tokens, gradients of the output, both; and in which cases.
-FORMS = ((True, False), (False, True), (True, True))
-OF_FP8 = ("uneven", "a rank without tokens", "a rank that receives nothing", "no tokens anywhere")
+DEEPEP = Path(__file__).parents[1] / "data" / "deepep"
+# Cases in which tokens travel in FP8, and in which gradients of the output do.
+IN_FP8 = (
+    ("uneven", True, False),
+    ("uneven", False, True),
+    ("uneven", True, True),
+    ("a rank without tokens", False, True),
+    ("a rank that receives nothing", True, True),
+    ("no tokens anywhere", True, True),
+)
 PRECISIONS = {
     "fp32": {}, "bf16": {"dtype": "bfloat16"}, "fp8": {"dtype": "bfloat16", "fp8": True},
 }  # fmt: skip

@@ -12,7 +12,7 @@ from weights.weight_sources import expert_modules
 
 from sonicmoe import SonicMoEConfig
 from sonicmoe.ep import fixed_size
-from sonicmoe.ep.fixed_size import FixedSizeTransport, RowLimit
+from sonicmoe.ep.fixed_size import FixedSizeTransport
 from sonicmoe.ernie_compat import SonicMoEMlpNode
 
 MOST_TOKENS = 41  # of any rank in any case, and one more
@@ -153,15 +153,13 @@ def poisoned_fixed_size(exchange):
     return FixedSizeTransport(EXPERTS, exchange, MOST_TOKENS)
 
 
-def deepep_transports():
+def deepep_transports(limit):
     """Every mode of the emulated library."""
     import emulated_deepep
     import torch.distributed as dist
 
     from sonicmoe.ep.deepep import DeepEPTransport
-    from sonicmoe.ep.exchange_torch import TorchExchange
 
-    limit = RowLimit(MOST_TOKENS, TorchExchange)
     given = EXPERTS, dist.group.WORLD, emulated_deepep.LIBRARY
     return {
         "deepep": DeepEPTransport(*given),

@@ -20,54 +20,57 @@ from sonicmoe.functional import layout_of, routed
 from sonicmoe.layer.plan import make_plan, number_of
 
 MODES = (None, "AG_DISPATCH_TRITON", "RANK_DEDUP_DISPATCH_TRITON")
+WAITS = {True: MODES[0], False: MODES[1]}  # whether counts are waited for, beside a mode
+
+
+def experts_of(rank, world):
+    """The rank's up_gate `[L, H, 2I]` and down `[L, I, H]`."""
+    mine = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
+    return [torch.from_numpy(values[mine]).float() for values in expert_weights()]
+
+
+def gradients_of(y, dout, **leaves):
+    """The output and the gradients, by name, in numpy."""
+    y.backward(torch.from_numpy(dout))
+    found = {name: leaf.grad for name, leaf in leaves.items()}
+    return {name: value.numpy() for name, value in {"y": y.detach(), **found}.items()}
 
 
 def run_upstream(source, mode=None, rank=0, world=1):
-    """Everything that this rank sees of both functions, by name, in numpy."""
-    mine = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
-    up, down = (torch.from_numpy(values[mine]).float() for values in expert_weights())
-    found = {}
-    for function in (moe_ep_general_routing_forward, moe_ep_TC_softmax_topk_forward):
-        routed = function is moe_ep_general_routing_forward
-        x, scores = (torch.from_numpy(values).clone() for values in (source.x, source.weights))
-        router = torch.from_numpy(
-            np.random.default_rng(7).standard_normal((EXPERTS, HIDDEN), np.float32)
-        )
-        leaves = [x, scores if routed else router, up.clone(), down.clone()]
-        x, second, w1, w2 = (leaf.requires_grad_() for leaf in leaves)
-        if routed:
-            first, rest = (x, torch.from_numpy(source.ids), second), (EXPERTS,)
-        else:
-            first, rest = (x, second), (TOPK, EXPERTS)
-        config = mode and RuntimeEPConfig(world, TOPK, DispatchMode(mode))
-        weights = w1.permute(2, 1, 0), None, w2, None
-        y = function(*first, *weights, *rest, concat_layout=True, ep_config=config)
-        y.backward(torch.from_numpy(source.dout))
-        names = "dx", "dweights" if routed else "drouter", "up_gate", "down"
-        arrays = {"y": y.detach()} | dict(zip(names, [leaf.grad for leaf in leaves], strict=True))
-        found |= {f"{function.__name__}/{key}": value.numpy() for key, value in arrays.items()}
-    return found
+    """Everything that this rank sees of both functions, by name."""
+    config = mode and RuntimeEPConfig(world, TOPK, DispatchMode(mode))
+    options = {"concat_layout": True, "ep_config": config}
+
+    def leaves():
+        given = torch.tensor(source.x), *experts_of(rank, world)
+        return [leaf.requires_grad_() for leaf in given]
+
+    x, up, down = leaves()
+    weights, ids = torch.tensor(source.weights, requires_grad=True), torch.from_numpy(source.ids)
+    own = up.permute(2, 1, 0), None, down, None
+    y = moe_ep_general_routing_forward(x, ids, weights, *own, EXPERTS, **options)
+    found = gradients_of(y, source.dout, dx=x, dweights=weights, up_gate=up, down=down)
+    x, up, down = leaves()
+    drawn = np.random.default_rng(7).standard_normal((EXPERTS, HIDDEN), np.float32)
+    router, own = torch.tensor(drawn, requires_grad=True), (up.permute(2, 1, 0), None, down, None)
+    y = moe_ep_TC_softmax_topk_forward(x, router, *own, TOPK, EXPERTS, **options)
+    of_router = gradients_of(y, source.dout, dx=x, drouter=router, up_gate=up, down=down)
+    return found | {f"router/{name}": array for name, array in of_router.items()}
 
 
 def run_routed(source, rank, world, **options):
     """The first of the two through `routed_mlp`, by the same names."""
-    mine = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
-    up, down = (torch.from_numpy(values[mine]).float() for values in expert_weights())
     activation = ActivationType.SWIGLU
     plan = replace(make_plan(activation, layout_of(activation, True), None), is_own=True)
     group = routed.name_of(routed.ExpertGroup(EXPERTS, default_group(), options))
-    x, probs = (torch.from_numpy(values).clone() for values in (source.x, source.weights))
-    leaves = [
-        leaf.requires_grad_() for leaf in (x, probs, up.mT.contiguous(), down.mT.contiguous())
-    ]
-    given = leaves[0], torch.from_numpy(source.ids).long(), leaves[1], (*leaves[2:], None, None)
-    y = routed.routed_mlp(number_of(plan), group, *given)
-    y.backward(torch.from_numpy(source.dout))
+    given = torch.tensor(source.x), torch.tensor(source.weights), *experts_of(rank, world)
+    x, probs, up, down = (leaf.requires_grad_() for leaf in given)
+    weights = up.mT.contiguous(), down.mT.contiguous(), None, None
+    y = routed.routed_mlp(number_of(plan), group, x, torch.from_numpy(source.ids), probs, weights)
+    found = gradients_of(y, source.dout, dx=x, dweights=probs, up_gate=up, down=down)
     gc.collect()
     assert not routed._kept
-    dx, dweights, up, down = (leaf.grad for leaf in leaves)
-    found = {"y": y.detach(), "dx": dx, "dweights": dweights, "up_gate": up.mT, "down": down.mT}
-    return {name: value.numpy() for name, value in found.items()}
+    return found
 
 
 def run_page(rank):
@@ -87,25 +90,13 @@ def run_page(rank):
 
 def upstream_results(rank, world):
     """`run_upstream` by mode, `run_routed`, waiting for counts and not, and `run_page`."""
-    sources = cases(world)
-    waits = {True: "uneven", False: "an expert without tokens"}
-    return (
-        {f"page/{name}": array for name, array in run_page(rank).items()}
-        | {
-            f"routed, {waiting}/{name}": array
-            for waiting, case in waits.items()
-            for name, array in run_routed(
-                sources[case][rank], rank, world, wait_for_counts=waiting
-            ).items()
-        }
-        | {
-            f"{mode}/{name}": array
-            for mode in MODES
-            for name, array in run_upstream(
-                sources[case_of(mode)][rank], mode, rank=rank, world=world
-            ).items()
-        }
-    )
+    parts = {"page": run_page(rank)}
+    for waits, mode in WAITS.items():
+        own = cases(world)[case_of(mode)][rank]
+        parts[f"routed, {waits}"] = run_routed(own, rank, world, wait_for_counts=waits)
+    for mode in MODES:
+        parts[mode] = run_upstream(cases(world)[case_of(mode)][rank], mode, rank, world)
+    return {f"{part}/{name}": found[name] for part, found in parts.items() for name in found}
 
 
 def case_of(mode):

@@ -1,20 +1,19 @@
-"""One rank of a world, or with `all` in the place of RANK every rank, as a child of this process.
+"""Worlds of ranks, each once in a run of tests; `WORLDS` has their names.
 
-    WORLD RANK DIRECTORY             every case through every transport; `<out>/<rank>.npz`. A world of
-                                     two also has tokens in FP8, bounds that differ between ranks, a
-                                     rank that exceeds the bound, and, under Paddle, reductions of
-                                     `main_grad`: a world takes longer to start than to run
-    WORLD RANK DIRECTORY dies CALL   the last rank kills itself when it comes to its exchange number
-                                     CALL of one layer's forward and backward, while the others are
-                                     inside that exchange or on their way to it; `all` prints the
-                                     exit codes
+    FOLDER             every world of PyTorch's ranks, one after the other, as children of this process:
+                       a world takes longer to import PyTorch than to run
+    FOLDER RANK NAME   one rank of the world of that name, in an interpreter of its own. Ranks of Paddle
+                       read theirs as it is imported, and some of PyTorch show that interpreters end
 
-The framework is the environment's SONICMOE_TEST_FRAMEWORK. Ranks of Paddle read theirs as it is
-imported, so each has an interpreter of its own.
+A world has the folder NAME in FOLDER. There are the arrays that each rank has found, and, of forked
+ranks, `codes`, their exit codes, and `said`, what they have written to stderr.
+
+The framework is the environment's SONICMOE_TEST_FRAMEWORK.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import framework
 import numpy as np
-from ep_cases import EXPERTS, FORMS, OF_FP8, PRECISIONS, cases, precision_of, source
+from ep_cases import DEEPEP, EXPERTS, IN_FP8, PRECISIONS, cases, precision_of, source
 from ep_layer import MOST_TOKENS, deepep_transports, poisoned_fixed_size, run_layer, start
 from forked import run_ranks
 from kernels.needs import can_load_kernels
@@ -32,7 +31,9 @@ from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.fixed_size import FixedSizeTransport, RowLimit
 from sonicmoe.errors import ConfigError
 
-DEEPEP = Path(__file__).parents[1] / "data" / "deepep"
+if not framework.IS_PADDLE:
+    import symmetric_ranks
+    from ep_upstream import upstream_results
 RECORDED_EXPERTS = 8
 
 
@@ -56,14 +57,8 @@ def refused_bounds(exchange):
     rank, said = exchange.rank, []
     transports = [FixedSizeTransport(EXPERTS, exchange, 12 + rank)]
     if not framework.IS_PADDLE:
-        import emulated_deepep
-        import torch.distributed as dist
-
-        from sonicmoe.ep.deepep import DeepEPTransport
-
-        limit = RowLimit(12 + rank, lambda: exchange)
-        given = EXPERTS, dist.group.WORLD, emulated_deepep.LIBRARY
-        transports.append(DeepEPTransport(*given, limit=limit))
+        bound = RowLimit(12 + rank, lambda: exchange)
+        transports.append(deepep_transports(bound)["deepep worst case"])
     for transport in transports:
         for _ in range(2):  # it is no better the second time
             try:
@@ -73,86 +68,55 @@ def refused_bounds(exchange):
     return said
 
 
-def results_in_fp8(exchange, symmetric):
+def results_in_fp8(exchange, transports):
     """What travels in FP8, through every transport."""
-    transports = {
-        "collective": CollectiveTransport(EXPERTS, exchange),
-        "fixed size": poisoned_fixed_size(exchange),
-    }
-    if not framework.IS_PADDLE:
-        transports |= deepep_transports() | symmetric
     rank, arrays = exchange.rank, {}
-    for case in OF_FP8:
-        for form in FORMS:
-            for name, transport in transports.items():
-                dispatcher = Dispatcher(transport, *form)
-                found = run_layer(dispatcher, cases(2)[case][rank], rank, **PRECISIONS["fp8"])
-                path = "/".join((name, *map(str, form), case))
-                arrays |= {f"{path}/{key}": array for key, array in found.items()}
+    for case, *form in IN_FP8:
+        for name, transport in transports.items():
+            dispatcher = Dispatcher(transport, *form)
+            found = run_layer(dispatcher, cases(2)[case][rank], rank, **PRECISIONS["fp8"])
+            path = "/".join((name, *map(str, form), case))
+            arrays |= {f"{path}/{key}": array for key, array in found.items()}
     return arrays
 
 
-def results(exchange, directory):
-    """Everything that this rank sees, by name."""
+def results(exchange, folder):
+    """Everything that this rank sees, by name. A world of two also has tokens in FP8, bounds that differ
+    between ranks, a rank that exceeds the bound, and, under Paddle, reductions of `main_grad`.
+    """
     world, rank = exchange.world_size, exchange.rank
-    collective = Dispatcher(CollectiveTransport(EXPERTS, exchange))
-    fixed = Dispatcher(poisoned_fixed_size(exchange))
-    runs = {name: (collective, options) for name, options in PRECISIONS.items()}
-    for name, again in (("fp32", "again"), ("fp8", "fp8 again")):
-        runs[again] = collective, PRECISIONS[name] | {"spelling": "strided"}
+    collective = CollectiveTransport(EXPERTS, exchange)
+    transports = {"fixed size": poisoned_fixed_size(exchange)}
     if not framework.IS_PADDLE:
-        for name, transport in deepep_transports().items():
-            runs[name] = Dispatcher(transport), {"dtype": "bfloat16"}
-    symmetric = peers_of(exchange, directory)
+        transports |= deepep_transports(RowLimit(MOST_TOKENS, lambda: exchange))
+        transports |= symmetric_ranks.transports(folder, exchange, MOST_TOKENS)
+    runs = {name: (collective, options) for name, options in PRECISIONS.items()}
+    for name in ("fp32", "fp8"):
+        runs[f"{name} again"] = collective, PRECISIONS[name] | {"spelling": "strided"}
     found = {}
     for case, sources in cases(world).items():
-        for name, dispatcher in {"fixed": fixed, **symmetric}.items():
-            runs[name] = dispatcher, PRECISIONS[precision_of(case)]
-        for name, (dispatcher, options) in runs.items():
-            for key, array in run_layer(dispatcher, sources[rank], rank, **options).items():
-                found[f"{name}/{case}/{key}"] = array
+        for name, transport in transports.items():
+            precision = "bf16" if "deepep" in name else precision_of(case)
+            runs[name] = transport, PRECISIONS[precision]
+        for name, (transport, options) in runs.items():
+            arrays = run_layer(Dispatcher(transport), sources[rank], rank, **options)
+            found |= {f"{name}/{case}/{key}": array for key, array in arrays.items()}
     if world == 2:
-        found |= {f"recorded/{name}": array for name, array in recorded(exchange).items()}
-        transports = {name: dispatcher.transport for name, dispatcher in symmetric.items()}
-        named = results_in_fp8(exchange, transports)
-        found |= {f"in fp8/{name}": array for name, array in named.items()}
+        transports["collective"] = collective
+        parts = {"recorded": recorded(exchange), "in fp8": results_in_fp8(exchange, transports)}
+        if framework.IS_PADDLE:
+            import main_grad_worker
+
+            parts["main_grad"] = main_grad_worker.results(rank)
+        else:
+            parts["upstream"] = upstream_results(rank, world)
+        for part, arrays in parts.items():
+            found |= {f"{part}/{name}": array for name, array in arrays.items()}
         found["bounds"] = np.array(refused_bounds(exchange))
-    if world == 2 and not framework.IS_PADDLE:
-        from ep_upstream import upstream_results
-
-        named = upstream_results(rank, world)
-        found |= {f"upstream/{name}": array for name, array in named.items()}
-    if world == 2 and framework.IS_PADDLE:
-        import main_grad_worker
-
-        found |= {f"main_grad/{name}": a for name, a in main_grad_worker.results(rank).items()}
-    return found
-
-
-def peers_of(exchange, directory):
-    """Dispatchers over emulated symmetric memory, where its kernels can be compiled."""
-    if framework.IS_PADDLE or not can_load_kernels():
-        return {}
-    import emulated_peers
-
-    module = emulated_peers.kernels(Path(directory).parent)
-    made = emulated_peers.transports(directory, exchange, MOST_TOKENS, module)
-    return {name: Dispatcher(transport) for name, transport in made.items()}
-
-
-def dies(exchange, fatal):
-    world, rank = exchange.world_size, exchange.rank
-    if rank == world - 1:
-        original, calls = exchange.exchange, iter(range(10**6))
-
-        def dying(*arguments):
-            if next(calls) == fatal:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments)
-
-        exchange.exchange = dying
-    dispatcher = Dispatcher(CollectiveTransport(EXPERTS, exchange))
-    run_layer(dispatcher, source(12, rank), rank)
+        found["exceeded"] = np.array(exceeded(exchange))
+    np.savez(folder / f"{rank}.npz", **found)
+    # At once: the other rank learns that this one has failed when it ends.
+    os._exit(0)
 
 
 def exceeded(exchange):
@@ -168,22 +132,56 @@ def exceeded(exchange):
         return f"{type(error).__name__}: {error}"
 
 
-def main(world, rank, directory, what="", fatal=""):
-    if rank == "all":
-        given = directory, what, fatal
-        codes = run_ranks(int(world), lambda number: main(world, str(number), *given))
-        print(codes)
-        sys.exit(any(codes) and not what)
-    exchange = start(int(world), int(rank), directory)
-    if what == "dies":
-        dies(exchange, int(fatal))
+def dies(exchange, folder, fatal):
+    """The last rank kills itself when it comes to its exchange number `fatal` of one layer's forward and
+    backward, while the others are inside that exchange or on their way to it.
+    """
+    world, rank = exchange.world_size, exchange.rank
+    if rank == world - 1:
+        original, calls = exchange.exchange, iter(range(10**6))
+
+        def dying(*arguments):
+            if next(calls) == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments)
+
+        exchange.exchange = dying
+    dispatcher = Dispatcher(CollectiveTransport(EXPERTS, exchange))
+    run_layer(dispatcher, source(12, rank), rank)
+
+
+def run_rank(name, rank, folder):
+    what, world, *numbers = name.split()
+    WORLDS[what](start(int(world), rank, folder), folder, *map(int, numbers))
+
+
+WORLDS = {"results": results, "dies": dies}
+# What, with how many ranks, and a number of its own.
+FORKED = ["results 2", "results 4", "dies 4 2", "dies 2 4", "dies 2 5"]
+if not framework.IS_PADDLE and can_load_kernels():
+    WORLDS |= symmetric_ranks.WORLDS
+    FORKED += symmetric_ranks.NAMES
+
+
+def run_forked(name, folder):
+    """A world as children of this process."""
+
+    def run(rank):
+        said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(said, sys.stderr.fileno())
+        run_rank(name, rank, folder)
+
+    folder.mkdir()
+    (folder / "codes").write_text(json.dumps(run_ranks(int(name.split()[1]), run)))
+
+
+def main(folder, rank="", name=""):
+    if name:
+        run_rank(name, int(rank), Path(folder))
         return
-    found = results(exchange, directory)
-    if world == "2":
-        found["exceeded"] = np.array(exceeded(exchange))
-    np.savez(Path(directory) / f"{rank}.npz", **found)
-    # At once: the other rank learns that this one has failed when it ends.
-    os._exit(0)
+    symmetric_ranks.load_kernels(folder)
+    for world in FORKED:
+        run_forked(world, Path(folder) / world)
 
 
 if __name__ == "__main__":

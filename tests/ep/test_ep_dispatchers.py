@@ -21,9 +21,9 @@ from sonicmoe.ep.collective import CollectiveTransport
 from sonicmoe.ep.deepep import DeepEPTransport, find_library
 from sonicmoe.ep.dispatcher import LocalTransport
 from sonicmoe.ep.exchange_torch import TorchExchange, is_gpu_group
-from sonicmoe.ep.fixed_size import RowLimit
+from sonicmoe.ep.fixed_size import FixedSizeTransport, RowLimit
 from sonicmoe.ep.symmetric import SymmetricTransport
-from sonicmoe.errors import EngineUnavailableError, RankLostError, ShapeError
+from sonicmoe.errors import ConfigError, EngineUnavailableError, RankLostError, ShapeError
 
 
 class Group:
@@ -83,43 +83,128 @@ class Exchange:
         self.name, self.world_size, self.rank = "exchange", group.size(), group.rank()
 
 
+class WithoutNvshmem(emulated.Buffer):
+    """As a build without NVSHMEM offers it."""
+
+    def __init__(self, group, *sizes):
+        self.sizes = sizes
+
+    class Config(emulated.Config):
+        def get_rdma_buffer_size_hint(self, hidden_bytes, num_ranks):
+            why = "'NVSHMEM is disable during compilation'"
+            raise RuntimeError(f"Failed: Assertion error buffer.cu:1 {why}\nat")
+
+    @staticmethod
+    def get_dispatch_config(num_ranks):
+        assert num_ranks != 3, "Unsupported number of EP ranks: 3"
+        return WithoutNvshmem.Config()
+
+    get_combine_config = get_dispatch_config
+
+
+class OfPaddle(emulated.Buffer):
+    """Of Paddle's build, which knows no worst case."""
+
+    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None):
+        raise AssertionError("nothing is sent here")
+
+
+EXPERTS_OF_ALL = 48
+DEEPEP = SimpleNamespace(Buffer=emulated.Buffer)
+SMALL, PADDLES = SimpleNamespace(Buffer=WithoutNvshmem), SimpleNamespace(Buffer=OfPaddle)
+BLIND = {"wait_for_counts": False, "max_tokens": 9}
 APART = "no symmetric memory: the ranks are on 2 hosts"
+CANNOT = "Buffer cannot serve"
+NO_NVSHMEM = f"{CANNOT} 16 ranks: Failed: .*NVSHMEM is disable during compilation"
+ODD = f"{CANNOT} 3 ranks: Unsupported number of EP ranks: 3"
+FAR = f"{CANNOT} 16 ranks with wait_for_counts=False: it can within one NVLink domain, of 8 ranks"
+NO_WORST = f"{CANNOT} 2 ranks with wait_for_counts=False: its dispatch takes no num_worst_tokens"
 
 
-@pytest.mark.parametrize(
-    ("gpu", "peers", "installed", "options", "transport", "why"),
-    [
-        (False, True, True, {}, CollectiveTransport, "the group has no NCCL, so no GPUs"),
-        (True, True, True, {}, SymmetricTransport, "the ranks map each other's memory"),
-        (True, False, False, {}, CollectiveTransport, f"no DeepEP: not built; {APART}"),
-        (True, False, True, {}, DeepEPTransport, f"DeepEP is installed; {APART}"),
-        (True, True, True, {"kind": "symmetric"}, SymmetricTransport, "as asked for"),
-        (True, True, True, {"kind": "deepep"}, DeepEPTransport, "as asked for"),
-        (True, True, True, {"kind": "collective"}, CollectiveTransport, "as asked for"),
-    ],
-)  # fmt: skip
-def test_the_choice_and_its_reason_are_one_log_line(
-    gpu, peers, installed, options, transport, why, monkeypatch, caplog
-):
-    problem = "" if peers else "the ranks are on 2 hosts"
-    monkeypatch.setattr(select, "peers_problem", lambda group: problem)
-    found = (emulated.LIBRARY, "") if installed else (None, "not built")
-    monkeypatch.setattr(select, "is_gpu_group", lambda group: gpu)
-    monkeypatch.setattr(select, "find_library", lambda: found)
-    monkeypatch.setattr(select, "GroupExchange", Exchange)
+@pytest.fixture
+def world(monkeypatch):
+    """`world(ranks, library, ...)`: a group for which the choice is made."""
+
+    def made(ranks=2, library=DEEPEP, gpu=True, maps=False):
+        monkeypatch.setattr(select, "is_gpu_group", lambda group: gpu)
+        problem = "" if maps else "the ranks are on 2 hosts"
+        monkeypatch.setattr(select, "peers_problem", lambda group: problem)
+        found = (None, "not built") if library is None else (library, "")
+        monkeypatch.setattr(select, "find_library", lambda: found)
+        monkeypatch.setattr(select, "GroupExchange", Exchange)
+        return Group(ranks)
+
+    return made
+
+
+NEAR = {"maps": True}
+CHOICES = [
+    ({"gpu": False, **NEAR}, {}, CollectiveTransport, "the group has no NCCL, so no GPUs"),
+    ({"gpu": False}, BLIND, FixedSizeTransport, "; without waiting for counts: room for 9 tokens of every rank"),
+    (NEAR, {}, SymmetricTransport, "the ranks map each other's memory"),
+    ({"library": None}, {}, CollectiveTransport, f"no DeepEP: not built; {APART}"),
+    ({}, {}, DeepEPTransport, f"DeepEP is installed; {APART}"),
+    *((NEAR, {"kind": kind}, transport, "as asked for") for kind, transport in (
+        ("symmetric", SymmetricTransport), ("deepep", DeepEPTransport), ("collective", CollectiveTransport))),
+    ({}, BLIND, DeepEPTransport, "room for 9 tokens"),
+    # One NVLink domain needs no NVSHMEM.
+    *(({"library": SMALL, "ranks": ranks}, {"kind": kind}, DeepEPTransport, "")
+      for ranks in (2, 8) for kind in ("auto", "deepep")),
+    *(({"library": library, "ranks": ranks}, options, FixedSizeTransport if options else CollectiveTransport,
+       f"DeepEP's {why}.*; {APART}")
+      for library, ranks, options, why in (
+          (SMALL, 16, {}, NO_NVSHMEM), (SMALL, 3, {}, ODD), (DEEPEP, 16, BLIND, FAR), (PADDLES, 2, BLIND, NO_WORST))),
+    # And with counts, which both of these serve.
+    *(({"library": library, "ranks": ranks}, {"max_tokens": 9}, DeepEPTransport, "")
+      for library, ranks in ((DEEPEP, 16), (PADDLES, 2))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "options", "transport", "why"), CHOICES, ids=str)
+def test_the_choice_and_its_reason_are_one_log_line(given, options, transport, why, world, caplog):
+    group = world(**given)
     with caplog.at_level(logging.INFO, logger="sonicmoe"):
-        dispatcher = make_dispatcher(8, Group(), **options)
-    assert isinstance(dispatcher.transport, transport)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"expert parallelism over {dispatcher.name}: 8 experts, 4 here ({why})"
+        dispatcher = make_dispatcher(EXPERTS_OF_ALL, group, **options)
+    assert isinstance(made := dispatcher.transport, transport)
+    assert made.exact_rows == ("wait_for_counts" not in options)
+    (record,) = caplog.records
+    here = f"{EXPERTS_OF_ALL} experts, {EXPERTS_OF_ALL // group.size()} here"
+    line = rf"expert parallelism over {re.escape(dispatcher.name)}: {here} \(.*{why}.*\)"
+    assert re.fullmatch(line, record.getMessage(), re.DOTALL), record.getMessage()
+    assert record.levelname == ("WARNING" if CANNOT in why else "INFO"), "a fallback is said"
+    if given.get("library") is SMALL and transport is DeepEPTransport:
+        assert made._sized_buffer(256).sizes == (512 * group.size(), 0)
 
 
-def test_symmetric_memory_by_name_where_ranks_are_apart(monkeypatch):
-    monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
-    monkeypatch.setattr(select, "peers_problem", lambda group: "the ranks are on 2 hosts")
-    words = "symmetric memory cannot be used: the ranks are on 2 hosts"
-    with pytest.raises(EngineUnavailableError, match=words):
-        make_dispatcher(8, Group(), kind="symmetric")
+ASKED = {"kind": "deepep"}
+LOAD = "max_load is 1.5, and"
+REFUSED = [
+    ({}, {"kind": "symmetric"}, EngineUnavailableError, "symmetric memory cannot be used: the ranks are on 2 hosts"),
+    ({"library": SMALL, "ranks": 16}, ASKED, EngineUnavailableError, f"DeepEP cannot be used: its {NO_NVSHMEM}"),
+    ({"library": SMALL, "ranks": 3}, ASKED, EngineUnavailableError, f"its {ODD}"),
+    *(({"library": library, "ranks": ranks}, ASKED | BLIND, ConfigError,
+       f"wait_for_counts is False, and DeepEP's {why}; needed: True, or")
+      for library, ranks, why in ((DEEPEP, 16, FAR), (PADDLES, 2, NO_WORST))),
+    ({}, {"max_load": 1.5}, ConfigError, f"{LOAD} wait_for_counts True"),
+    ({}, {"max_load": 1.5} | BLIND, ConfigError, rf"{LOAD} only symmetric .*; it was not chosen \(DeepEP is"),
+    ({}, {"kind": "collective", "max_load": 1.5} | BLIND, ConfigError, r"not chosen \(as asked for"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "options", "error", "words"), REFUSED, ids=str)
+def test_what_was_asked_for_and_cannot_be_is_refused(given, options, error, words, world):
+    with pytest.raises(error, match=words):
+        make_dispatcher(EXPERTS_OF_ALL, world(**given), **options)
+
+
+def test_symmetric_memory_heeds_a_load(world):
+    made = make_dispatcher(8, world(maps=True), max_load=1.5, **BLIND).transport
+    assert made._limit.slots(4, 0) == 6 * BLIND["max_tokens"]
+
+
+def test_one_rank_never_waits():
+    for group in (None, Group(1)):
+        assert isinstance(make_dispatcher(8, group, **BLIND), LocalDispatcher)
 
 
 def test_ranks_say_together_why_they_cannot_map_each_others_memory(monkeypatch):
@@ -160,66 +245,6 @@ def test_the_library_is_found_by_what_it_offers(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", emulated.LIBRARY)
     assert find_library()[0] is emulated.LIBRARY
     assert isinstance(make_dispatcher(8, Group(), kind="deepep").transport, DeepEPTransport)
-
-
-def without_nvshmem():
-    """The emulated library as a build without NVSHMEM offers it."""
-
-    class Config(emulated.Config):
-        def get_rdma_buffer_size_hint(self, hidden_bytes, num_ranks):
-            why = "'NVSHMEM is disable during compilation'"
-            raise RuntimeError(f"Failed: Assertion error buffer.cu:1 {why}\nat")
-
-    class Buffer(emulated.Buffer):
-        def __init__(self, group, *sizes):
-            self.sizes = sizes
-
-        get_dispatch_config = get_combine_config = staticmethod(lambda num_ranks: Config())
-
-    return SimpleNamespace(Buffer=Buffer)
-
-
-def gpu_world(monkeypatch, library):
-    monkeypatch.setattr(select, "is_gpu_group", lambda group: True)
-    monkeypatch.setattr(select, "find_library", lambda: (library, ""))
-    monkeypatch.setattr(select, "peers_problem", lambda group: "no peers")
-    made = SimpleNamespace(name="NCCL", num_experts=16, num_local_experts=1)
-    monkeypatch.setattr(select, "_collective", lambda num_experts, group, bound: made)
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("kind", ["auto", "deepep"])
-def test_one_nvlink_domain_needs_no_nvshmem(monkeypatch, ranks, kind):
-    gpu_world(monkeypatch, without_nvshmem())
-    transport = make_dispatcher(16, Group(ranks), kind=kind).transport
-    assert isinstance(transport, DeepEPTransport)
-    assert transport._sized_buffer(256).sizes == (512 * ranks, 0)
-
-
-NO_NVSHMEM = "Buffer cannot serve 16 ranks: Failed: .*NVSHMEM is disable during compilation"
-
-
-def test_beyond_it_collectives_are_taken_and_the_reason_said(monkeypatch, caplog):
-    gpu_world(monkeypatch, without_nvshmem())
-    with caplog.at_level(logging.INFO, logger="sonicmoe"):
-        assert make_dispatcher(16, Group(16)).name == "NCCL"
-    (record,) = caplog.records
-    assert re.search(NO_NVSHMEM, record.getMessage()), record.getMessage()
-    assert record.levelname == "WARNING", "a fallback is said"
-    with pytest.raises(EngineUnavailableError, match=f"DeepEP cannot be used: its {NO_NVSHMEM}"):
-        make_dispatcher(16, Group(16), kind="deepep")
-
-
-def test_a_number_of_ranks_that_deepep_has_no_configuration_for(monkeypatch):
-    def unsupported(num_ranks):
-        raise AssertionError(f"Unsupported number of EP ranks: {num_ranks}")
-
-    library = without_nvshmem()
-    library.Buffer.get_dispatch_config = staticmethod(unsupported)
-    gpu_world(monkeypatch, library)
-    assert make_dispatcher(15, Group(3)).name == "NCCL"
-    with pytest.raises(EngineUnavailableError, match="3 ranks: Unsupported number of EP ranks: 3"):
-        make_dispatcher(15, Group(3), kind="deepep")
 
 
 def tokens_of(count=12, seed=5):

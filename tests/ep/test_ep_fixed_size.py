@@ -1,28 +1,27 @@
-"""Dispatches that the host does not wait for: what is chosen, what is refused, and that nothing
-waits. `test_ep_worlds.py` and `test_ep_fp8.py` have their bits.
+"""Dispatches that the host does not wait for: nothing waits, and what is refused. `test_ep_worlds.py` and
+`test_ep_fp8.py` have their bits, `test_ep_dispatchers.py` has the choice.
 """
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import emulated_deepep as emulated
 import pytest
 import torch
 from ep_cases import EXPERTS, HIDDEN, TOPK, source
-from test_ep_dispatchers import Exchange, Group, gpu_world
+from test_ep_dispatchers import Group
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
 
-from sonicmoe.ep import Dispatcher, LocalDispatcher, fixed_size, make_dispatcher, select
+from sonicmoe.ep import Dispatcher, fixed_size
 from sonicmoe.ep.collective import CollectiveTransport, RowExchange
-from sonicmoe.ep.deepep import DeepEPTransport, worst_case_problem
+from sonicmoe.ep.deepep import DeepEPTransport
 from sonicmoe.ep.fixed_size import FixedSizeTransport
-from sonicmoe.errors import ConfigError, ShapeError
+from sonicmoe.errors import ShapeError
 from sonicmoe.quant import reference as quantiser
 
 MOST = 9
@@ -93,17 +92,6 @@ class TestNothingWaits:
                 self.run(transport, 5, {})
 
 
-def test_rows_stand_where_their_rank_and_token_say():
-    tokens, transport = tokens_of(5), FixedSizeTransport(EXPERTS, Echo(), MOST)
-    received = transport.dispatch(tokens.x, select_ids(tokens.ids), tokens.weights)
-    for first in (0, MOST):
-        assert torch.equal(received.x[first : first + 5], tokens.x)
-        local = torch.where(tokens.ids < EXPERTS // 2, tokens.ids, -1)
-        assert torch.equal(received.topk_idx[first : first + 5], local)
-        assert (received.topk_idx[first + 5 : first + MOST] == -1).all()
-    assert not transport.exact_rows and received.tokens_per_expert is None
-
-
 def test_gradients_of_rows_that_are_nobodys_are_zeros(monkeypatch):
     """Not those of other ranks' tokens, and not the NaN that was in memory."""
 
@@ -121,111 +109,33 @@ def test_gradients_of_rows_that_are_nobodys_are_zeros(monkeypatch):
     assert torch.equal(rows.grad, real[:, None].expand_as(rows).to(rows.dtype))
 
 
-def select_ids(ids):
-    """As a dispatcher hands them to a transport."""
-    return torch.where((ids >= 0) & (ids < EXPERTS), ids, -1)
+@pytest.mark.parametrize("options", [{}, {"fp8": True}], ids=str)
+def test_more_rows_than_the_bound_before_anything_is_sent(options):
+    class Silent(Echo):
+        exchange = gather = None
+
+    tokens, fixed = tokens_of(MOST + 1), FixedSizeTransport(8, Silent(), MOST)
+    legacy = DeepEPTransport(8, Group(), emulated.LIBRARY, limit=fixed._limit)
+    wide = torch.zeros(MOST + 1, 128, dtype=torch.bfloat16)
+    for transport in (fixed, legacy):
+        with pytest.raises(ShapeError, match=r"x has 10 rows; .* max_tokens = 9"):
+            Dispatcher(transport).dispatch(wide, tokens.ids, tokens.weights, **options)
 
 
-class BufferOfPaddle(emulated.Buffer):
-    """Of Paddle's build, which knows no worst case."""
-
-    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None):
-        raise AssertionError("nothing is sent here")
-
-
-PADDLES = SimpleNamespace(Buffer=BufferOfPaddle)
-
-BLIND = {"wait_for_counts": False, "max_tokens": MOST}
-
-
-class TestTheChoice:
-    def test_over_a_cpu_group(self, monkeypatch, caplog):
-        monkeypatch.setattr(select, "is_gpu_group", lambda group: False)
-        monkeypatch.setattr(select, "GroupExchange", Exchange)
-        with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            made = make_dispatcher(8, Group(), **BLIND)
-        assert isinstance(made.transport, FixedSizeTransport)
-        (line,) = [record.getMessage() for record in caplog.records]
-        assert line.endswith("; without waiting for counts: room for 9 tokens of every rank)")
-        exact = make_dispatcher(8, Group(), max_tokens=MOST)
-        assert isinstance(exact.transport, CollectiveTransport) and exact.transport.exact_rows
-
-    @pytest.mark.parametrize("kind", ["auto", "deepep"])
-    def test_the_buffer_gets_its_bound(self, monkeypatch, kind):
-        gpu_world(monkeypatch, emulated.LIBRARY)
-        made = make_dispatcher(8, Group(), kind=kind, **BLIND).transport
-        assert isinstance(made, DeepEPTransport) and not made.exact_rows
-        waiting = make_dispatcher(8, Group(), kind=kind, max_tokens=MOST).transport
-        assert isinstance(waiting, DeepEPTransport) and waiting.exact_rows
-
-    @pytest.mark.parametrize(
-        ("ranks", "module", "why"),
-        [
-            (16, emulated.LIBRARY, "it can within one NVLink domain, of 8 ranks"),
-            (2, PADDLES, "its dispatch takes no num_worst_tokens"),
-        ],
-        ids=["between hosts", "a build without it"],
-    )
-    def test_a_buffer_that_cannot(self, monkeypatch, caplog, ranks, module, why):
-        why = f"wait_for_counts=False: {why}"
-        gpu_world(monkeypatch, module)
-        assert worst_case_problem(module, ranks).endswith(why)
-        words = f"wait_for_counts is False, and DeepEP's Buffer.*{why}; needed: True, or"
-        with pytest.raises(ConfigError, match=words):
-            make_dispatcher(16, Group(ranks), kind="deepep", **BLIND)
-        with pytest.raises(ConfigError, match=f"DeepEP's Buffer.*{why}; needed"):
-            DeepEPTransport(16, Group(ranks), module, limit=SimpleNamespace(max_tokens=4))
-        with caplog.at_level(logging.INFO, logger="sonicmoe"):
-            assert make_dispatcher(16, Group(ranks), **BLIND).name == "NCCL"
-        assert why in caplog.records[0].getMessage() and caplog.records[0].levelname == "WARNING"
-        assert isinstance(make_dispatcher(16, Group(ranks)).transport, DeepEPTransport)
-
-    def test_one_rank_never_waits(self):
-        for group in (None, Group(1)):
-            assert isinstance(make_dispatcher(8, group, **BLIND), LocalDispatcher)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_bounds_that_differ_between_ranks(framework, world_results):
+    """On all ranks, and none is left behind in a collective."""
+    for rank, result in enumerate(world_results(framework, 2)):
+        lines = result["bounds"].tolist()
+        assert len(lines) == (2 if framework == "paddle" else 4)
+        others = "and the ranks 0 to 1 were given [12, 13]"
+        words = f"max_tokens is {12 + rank} on rank {rank}, {others}"
+        assert all(words in line for line in lines)
 
 
-class TestWhatIsRefused:
-    def test_a_load_that_nobody_heeds(self, monkeypatch):
-        gpu_world(monkeypatch, emulated.LIBRARY)
-        with pytest.raises(ConfigError, match=r"max_load is 1.5, and wait_for_counts True"):
-            make_dispatcher(8, Group(), max_load=1.5)
-        words = (
-            r"max_load is 1.5, and only symmetric memory heeds it; it was not chosen \(DeepEP is"
-        )
-        with pytest.raises(ConfigError, match=words):
-            make_dispatcher(8, Group(), max_load=1.5, **BLIND)
-        with pytest.raises(ConfigError, match="not chosen \\(as asked for"):
-            make_dispatcher(8, Group(), kind="collective", max_load=1.5, **BLIND)
-        monkeypatch.setattr(select, "peers_problem", lambda group: "")
-        made = make_dispatcher(8, Group(), max_load=1.5, **BLIND).transport
-        assert made._limit.slots(4, 0) == 6 * MOST
-
-    @pytest.mark.parametrize("options", [{}, {"fp8": True}], ids=str)
-    def test_more_rows_than_the_bound_before_anything_is_sent(self, options):
-        class Silent(Echo):
-            exchange = gather = None
-
-        tokens, fixed = tokens_of(MOST + 1), FixedSizeTransport(8, Silent(), MOST)
-        legacy = DeepEPTransport(8, Group(), emulated.LIBRARY, limit=fixed._limit)
-        wide = torch.zeros(MOST + 1, 128, dtype=torch.bfloat16)
-        for transport in (fixed, legacy):
-            with pytest.raises(ShapeError, match=r"x has 10 rows; .* max_tokens = 9"):
-                Dispatcher(transport).dispatch(wide, tokens.ids, tokens.weights, **options)
-
-    @pytest.mark.parametrize("framework", FRAMEWORKS)
-    def test_bounds_that_differ_between_ranks(self, framework, world_results):
-        """On all ranks, and none is left behind in a collective."""
-        for rank, result in enumerate(world_results(framework, 2)):
-            lines = result["bounds"].tolist()
-            assert len(lines) == (2 if framework == "paddle" else 4)
-            others = "and the ranks 0 to 1 were given [12, 13]"
-            words = f"max_tokens is {12 + rank} on rank {rank}, {others}"
-            assert all(words in line for line in lines)
-
-    @pytest.mark.parametrize("framework", FRAMEWORKS)
-    def test_the_others_learn_of_it_when_the_rank_ends(self, framework, world_results):
-        waited, raised = (str(result["exceeded"]) for result in world_results(framework, 2))
-        words = "x has 13 rows; this dispatcher was made for max_tokens = 12"
-        assert raised == f"ShapeError: {words}"
-        assert "RankLostError: rank 0 of 2 lost another rank in the dispatch over" in waited
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_others_learn_of_it_when_the_rank_ends(framework, world_results):
+    waited, raised = (str(result["exceeded"]) for result in world_results(framework, 2))
+    words = "x has 13 rows; this dispatcher was made for max_tokens = 12"
+    assert raised == f"ShapeError: {words}"
+    assert "RankLostError: rank 0 of 2 lost another rank in the dispatch over" in waited

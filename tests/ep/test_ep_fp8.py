@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from ep_cases import EXPERTS, FORMS, MATRICES, OF_FP8, PRECISIONS, cases, joined
+from ep_cases import EXPERTS, IN_FP8, MATRICES, PRECISIONS, cases, joined
 from ep_layer import Spy, local_experts, node_of, run_layer
 from framework import relative_rmse
 from kernels.needs import can_load_kernels
@@ -19,68 +18,43 @@ from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize
 from sonicmoe.quant.tokens import quantize_tokens
 
-FRAMEWORKS = ["torch", pytest.param("paddle", marks=pytest.mark.paddle)]
 SYMMETRIC = ("symmetric", "symmetric fixed") if can_load_kernels() else ()
+OF_BOTH = ("collective", "fixed size")
 TRANSPORTS = {
-    "torch": ("collective", "fixed size", "deepep", "deepep worst case", *SYMMETRIC),
-    "paddle": ("collective", "fixed size"),
+    "torch": (*OF_BOTH, "deepep", "deepep worst case", *SYMMETRIC),
+    "paddle": OF_BOTH,
 }
 BOUND = 5e-3  # of bf16 roundings of partial sums
-KEYS = ("y", "dx", "dweights", *MATRICES)
 
 
-@pytest.fixture(params=FRAMEWORKS)
-def world(request, world_results):
-    ranks = world_results(request.param, 2)
-    return request.param, [
-        {name.removeprefix("in fp8/"): array for name, array in rank.items()} for rank in ranks
-    ]
-
-
-WAYS = pytest.mark.parametrize(
-    ("form", "grads"), FORMS, ids=[f"x {form}, dout {grads}" for form, grads in FORMS]
-)
-
-
-@cache
-def one_process(case, form, grads):
-    return run_layer(
-        LocalDispatcher(EXPERTS, form, grads), joined(cases(2)[case]), **PRECISIONS["fp8"]
-    )
-
-
-@WAYS
-@pytest.mark.parametrize("case", OF_FP8)
-def test_equals_one_process_and_unknown_counts_change_no_bit(world, case, form, grads):
-    framework, results = world
-    wanted = one_process(case, form, grads)
-    for key in KEYS:
-        path = f"{form}/{grads}/{case}/{key}"
-        for name in TRANSPORTS[framework]:
-            got = np.concatenate([rank[f"{name}/{path}"] for rank in results])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=pytest.mark.paddle)])
+@pytest.mark.parametrize(("case", "form", "grads"), IN_FP8)
+def test_codes_arrive_bit_for_bit_and_results_are_those_of_one_process(
+    framework, case, form, grads, world_results
+):
+    """Unknown counts change no bit."""
+    results, everything = world_results(framework, 2), joined(cases(2)[case])
+    alone = LocalDispatcher(EXPERTS, form, grads)
+    wanted = run_layer(alone, everything, **PRECISIONS["fp8"])
+    ways = {name: f"in fp8/{name}/{form}/{grads}/{case}" for name in TRANSPORTS[framework]}
+    for key in ("y", "dx", "dweights", *MATRICES):
+        for name, path in ways.items():
+            parts = [rank[f"{path}/{key}"] for rank in results]
+            got = np.concatenate(parts)
             assert got.shape == wanted[key].shape and np.isfinite(got).all(), (name, key)
             assert relative_rmse(got, wanted[key]) <= BOUND, (name, key)
-        for rank in results:
-            for name in ("fixed size", *(SYMMETRIC if framework == "torch" else ())):
-                assert rank[f"{name}/{path}"].tobytes() == rank[f"collective/{path}"].tobytes(), key
-
-
-@WAYS
-@pytest.mark.parametrize("case", OF_FP8)
-def test_codes_and_scales_arrive_bit_for_bit(world, case, form, grads):
-    framework, results = world
-    everything, local = joined(cases(2)[case]), EXPERTS // 2
-    for values, one, prefix in ((everything.x, form, ""), (everything.dout, grads, "dout ")):
-        if not one:
-            continue
+            for rank, part in zip(results, parts, strict=True):
+                same = rank[f"{ways['collective']}/{key}"].tobytes()
+                assert part.tobytes() == same or "deepep" in name, (name, key)
+    local = EXPERTS // 2
+    for values, is_sent, prefix in ((everything.x, form, ""), (everything.dout, grads, "dout ")):
         sent = quantize(torch.tensor(values).to(torch.bfloat16), rows(128))
-        for rank, result in enumerate(results):
-            here = ((everything.ids >= rank * local) & (everything.ids < (rank + 1) * local)).any(1)
-            for name in TRANSPORTS[framework]:
-                path = f"{name}/{form}/{grads}/{case}/{prefix}"
-                np.testing.assert_array_equal(result[f"{path}codes"], sent.bytes.numpy()[here])
-                scales = sent.scale_inv.numpy()[here]
-                np.testing.assert_array_equal(result[f"{path}scales"], scales)
+        for rank, result in enumerate(results if is_sent else ()):
+            here = (everything.ids >= rank * local) & (everything.ids < (rank + 1) * local)
+            for path in ways.values():
+                codes, scales = (result[f"{path}/{prefix}{kind}"] for kind in ("codes", "scales"))
+                np.testing.assert_array_equal(codes, sent.bytes.numpy()[here.any(1)])
+                np.testing.assert_array_equal(scales, sent.scale_inv.numpy()[here.any(1)])
 
 
 def test_a_gradient_that_was_sent_in_fp8_is_the_one_quantised_at_home():
@@ -143,17 +117,13 @@ class TestAGradientPastAutograd:
         given = received.tokens_per_expert, received.indices, received.probs
         return node(received.x.float(), *given, dout_source=source), weights
 
-    def test_autograd_carries_two_bytes(self):
-        _x, dispatcher, received = self.received()
-        seen = []
-        out = received.x * 1.0
+    def test_experts_that_do_not_ask_get_nan_and_no_invented_gradient(self):
+        """Of which autograd carries two bytes."""
+        x, dispatcher, received = self.received()
+        seen, out = [], received.x * 1.0
         out.register_hook(seen.append)
         dispatcher.combine(out, received.handle).sum().backward()
         assert seen[0].untyped_storage().nbytes() == 2 and seen[0].dtype == torch.bfloat16
-
-    def test_experts_that_do_not_ask_get_nan_and_no_invented_gradient(self):
-        x, dispatcher, received = self.received()
-        dispatcher.combine(received.x * 1.0, received.handle).sum().backward()
         assert x.grad.isnan().all()
 
     def test_experts_that_do_not_ask_are_named_by_the_dispatch(self):

@@ -1,30 +1,19 @@
-"""`symmetric_worker.py WORLD DIRECTORY KERNELS WHAT`: a world of ranks that are children of this
-process, over emulated symmetric memory.
-
-    equals    every kind of row, through symmetric memory and through gloo, with ranks that are slow at
-              random; prints nothing unless bits differ
-    loads     `max_load` of 1: a dispatch that just fits, one that does not, and one behind it
-    dies N .. the last rank ends before its exchange number N of two layers; a world for each N
-"""
+"""Ranks over emulated symmetric memory, which are children of one process."""
 
 from __future__ import annotations
 
 import os
 import random
-import sys
-import tempfile
 import time
 
 import emulated_peers
 import torch
-import torch.distributed as dist
 from ep_cases import EXPERTS, TOPK, source
 from ep_layer import run_layer
-from forked import run_ranks
+from kernels.needs import can_load_kernels
 
 from sonicmoe.ep import Dispatcher
 from sonicmoe.ep.collective import CollectiveTransport
-from sonicmoe.ep.exchange_torch import TorchExchange
 from sonicmoe.ep.fixed_size import RowLimit
 from sonicmoe.ep.peer_memory import OVERFLOW, PeerMemory
 from sonicmoe.errors import ConfigError, RoutingError
@@ -57,11 +46,12 @@ def exchanged(transport, x, ids, weights, dout):
     return found | {"dx": dx, "dweights": dweights, "counts": received.tokens_per_expert}
 
 
-def compare(rank, world, folder, module):
-    exchange = TorchExchange()
-    transports = emulated_peers.transports(folder, exchange, MOST, module)
+def equals(exchange, folder):
+    """Every kind of row, through symmetric memory and through gloo, with ranks that are slow at random."""
+    rank, world = exchange.rank, exchange.world_size
     collective, slow = CollectiveTransport(EXPERTS, exchange), random.Random(rank)
-    for turn in range(4 if world == 2 else 2):  # many ranks draw many sizes
+    peers = transports(folder, exchange, MOST)
+    for turn in range(4 if world == 2 else 1):  # many ranks draw many sizes
         for width, dtype in WIDTHS:
             sizes = random.Random(10 * turn + width)
             tokens = [sizes.choice((0, 1, 33, MOST)) for _ in range(world)][rank]
@@ -72,7 +62,7 @@ def compare(rank, world, folder, module):
             x = quantize_tokens(plain[0]) if dtype == "fp8" else plain[0]
             others = torch.from_numpy(given.weights), plain[1]
             wanted = exchanged(collective, x, known, *others)
-            for name, transport in transports.items():
+            for name, transport in peers.items():
                 time.sleep(slow.random() * 0.004)
                 found = exchanged(transport, x, ids, *others)
                 counts = None if "fixed" in name else wanted["counts"]
@@ -82,15 +72,15 @@ def compare(rank, world, folder, module):
                     assert torch.equal(tensor, wanted[key]), (name, turn, width, dtype, key)
 
 
-def loads(rank, world, folder, module):
-    exchange, tokens = TorchExchange(), 16
+def loads(exchange, folder):
+    """`max_load` of 1: a dispatch that just fits, one that does not, and one behind it."""
+    rank, world, tokens = exchange.rank, exchange.world_size, 16
     peers = emulated_peers.FilePeers(folder, world, rank)
     memory = PeerMemory(peers)
 
     def bounded(max_load):
-        return emulated_peers.made(
-            peers, module, RowLimit(tokens, lambda: exchange, max_load), memory
-        )
+        limit = RowLimit(tokens, lambda: exchange, max_load)
+        return emulated_peers.made(peers, *KERNELS, limit, memory)
 
     evenly = torch.arange(tokens * TOPK).reshape(tokens, TOPK) % EXPERTS
     crowd = torch.arange(TOPK).expand(tokens, TOPK).contiguous()  # 2 of 3 are of rank 0
@@ -129,37 +119,35 @@ def loads(rank, world, folder, module):
         raise AssertionError("each rank has another bound")
 
 
-def dies(rank, world, folder, module, fatal):
+def ends(exchange, folder, fatal):
+    """The last rank ends before its exchange number `fatal` of two layers."""
+    rank, world = exchange.rank, exchange.world_size
     peers = emulated_peers.FilePeers(folder, world, rank, timeout_s=2.0)
-    transport = emulated_peers.made(peers, module)
+    transport = emulated_peers.made(peers, *KERNELS)
     if rank == world - 1:
         calls = iter(range(fatal))
         for name in ("dispatch", "combine", "dispatch_cached"):
-            setattr(transport, name, dying(getattr(transport, name), calls))
+            setattr(transport, name, ending(getattr(transport, name), calls))
     for _ in range(2):
         run_layer(Dispatcher(transport), source(12, rank), rank)
 
 
-def dying(original, calls):
+def ending(original, calls):
     return lambda *given: original(*given) if next(calls, None) is not None else os._exit(9)
 
 
-def main(world, folder, kernels, what, *fatal):
-    torch.set_num_threads(1)
-    module = emulated_peers.kernels(kernels)
-
-    def run(rank, place, *numbers):
-        if what == "dies":
-            dies(rank, world, place, module, *numbers)
-            return
-        store = f"file://{place}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-        {"equals": compare, "loads": loads}[what](rank, world, place, module)
-
-    for numbers in [(int(number),) for number in fatal] or [()]:
-        place = tempfile.mkdtemp(dir=folder)
-        print(run_ranks(world, lambda rank: run(rank, place, *numbers)), flush=True)  # noqa: B023
+KERNELS = []  # a module, where it can be compiled here
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+def load_kernels(folder):
+    """Before ranks are forked."""
+    if can_load_kernels():
+        KERNELS.append(emulated_peers.kernels(folder))
+
+
+def transports(folder, exchange, most_tokens):
+    return emulated_peers.transports(folder, exchange, most_tokens, *KERNELS) if KERNELS else {}
+
+
+WORLDS = {"equals": equals, "loads": loads, "ends": ends}
+NAMES = ["equals 2", "equals 8", "loads 4", *(f"ends 4 {fatal}" for fatal in (4, 5, 6, 7))]
