@@ -17,7 +17,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate, use_experts_implementation
-from transformers.models.beam.modeling_beam import BeamExperts
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.inkling2.modeling_inkling2 import Inkling2Experts, Inkling2SoftcappedSwiGLU
@@ -33,13 +32,11 @@ NO_LIMIT = ("limit", 2.0**126)
 GIVEN = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
 
 
-def make(
-    act="silu", *, gate=None, has_gate=True, pairs=False, norm=False, of_class=(), **attributes
-):
+def make(act="silu", *, gate=None, has_gate=True, pairs=False, of_class=(), **attributes):
     """Experts with this activation, and a gate of their own where there is one."""
     body = {**dict(of_class)} if gate is None else {"_apply_gate": gate, **dict(of_class)}
     kind = type("Experts", (Experts,), body)
-    arrangement = {"is_concatenated": not pairs, "has_gate": has_gate, "has_post_expert_norm": norm}
+    arrangement = {"is_concatenated": not pairs, "has_gate": has_gate}
     experts = use_experts_implementation(**arrangement)(kind)(SimpleNamespace(), act)
     for name, value in attributes.items():
         setattr(experts, name, value)
@@ -104,17 +101,12 @@ def with_configuration(experts, **numbers):
     return experts
 
 
+# tests/oracle has the names of activations, and test_transformers_walk.py the gates of all models.
 RECOGNISED = {
-    "silu": (lambda: make("silu"), (A.SWIGLU, ())),
-    "gelu": (lambda: make("gelu"), (A.GEGLU, ())),
-    "relu": (lambda: make("relu"), (A.REGLU, ())),
     "gelu_new": (lambda: make("gelu_new"), (A.GEGLU_TANH, ())),
-    "gelu_pytorch_tanh": (lambda: make("gelu_pytorch_tanh"), (A.GEGLU_TANH, ())),
     "functions": (lambda: make(functional.silu), (A.SWIGLU, ())),
     "functions of C": (lambda: make(torch.relu), (A.REGLU, ())),
     "arguments bound to a function": (lambda: make(partial(functional.gelu, approximate="tanh")), (A.GEGLU_TANH, ())),
-    "silu without a gate": (lambda: make("silu", has_gate=False), (A.SILU, ())),
-    "relu2 without a gate": (lambda: make("relu2", has_gate=False), (A.RELU_SQ, ())),
     "a gate that reads its module": (lambda: oai(gate=gate_that_reads_more, num_experts=1), (A.SWIGLU_OAI, ())),
     "a limit read with a default": (lambda: make(gate=gate_with_defaults, gate_limit=3.0), CLAMPED_AT_3),
     "a limit of the class": (lambda: make(gate=gate_with_defaults, of_class={"gate_limit": 3.0}), CLAMPED_AT_3),
@@ -125,14 +117,11 @@ RECOGNISED = {
     "no limit, where there might be one": (lambda: make(gate=gate_with_defaults), (A.SWIGLU, ())),
     "a limit of an activation": (lambda: make(Limited()), (A.SWIGLU, ())),
     "no gate, though there is one": (lambda: make("relu2", gate=GptOssExperts._apply_gate, has_gate=False), (A.RELU_SQ, ())),
-    "GPT-OSS": (oai, (A.SWIGLU_OAI, ())),
     "GPT-OSS's gate in halves": (lambda: oai(gate=gate_of_halves, pairs=False), (A.SWIGLU_OAI, ())),
     "other numbers": (lambda: oai(alpha=1.5, limit=3), (A.SWIGLU_OAI, (("alpha", 1.5), ("limit", 3.0)))),
     "no limit": (lambda: oai(limit=math.inf), (A.SWIGLU_OAI, (NO_LIMIT,))),
     "a limit beyond everything": (lambda: oai(limit=1e30), (A.SWIGLU_OAI, (("limit", 1e30),))),
-    "DeepSeek-V4": (lambda: make(gate=DeepseekV4Experts._apply_gate, limit=7.5), (A.SWIGLU_CLAMP, (("limit", 7.5),))),
     "DeepSeek-V4 without a limit": (lambda: make(gate=DeepseekV4Experts._apply_gate, limit=math.inf), (A.SWIGLU, ())),
-    "Beam": (lambda: make("gelu", gate=BeamExperts._apply_gate), (A.GEGLU, ())),
     "softcaps of a submodule": (softcapped, (A.SITU_GLU, (("beta", 3.0), ("linear_beta", 20.0)))),
     "a limit of the configuration": (
         lambda: with_configuration(make(gate=gate_of_its_configuration), swiglu_limit=4.0, hidden_size=8),
@@ -153,15 +142,6 @@ def test_activations_are_recognised(case):
 def gate_without_one(self, gate_up):
     gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2]
     return up.clamp(-self.limit, self.limit) * gate * torch.sigmoid(gate * self.alpha)
-
-
-def gate_of_other_columns(self, gate_up):
-    gates, ups = gate_up[..., ::2].flip(-1), gate_up[..., 1::2]
-    return GptOssExperts._apply_gate(self, torch.stack([gates, ups], -1).flatten(-2))
-
-
-def gate_clamped_from_below(self, gate_up):
-    return GptOssExperts._apply_gate(self, gate_up.clamp(min=-self.limit))
 
 
 def gate_with_other_gradients(self, gate_up):
@@ -195,9 +175,7 @@ def with_buffer():
 
 
 REFUSED = {
-    "norm behind every expert": (lambda: make(norm=True), "normalises the output of every expert"),
     "another activation": (lambda: make("mish"), "the activation MishActivation, tried .* equals one of swiglu, geglu"),
-    "a function": (lambda: make(torch.tanh), "activation .*tanh, tried"),
     "squared ReLU under a gate": (lambda: make("relu2"), "activation ReLUSquaredActivation, tried"),
     "SiLU to 1000": (lambda: make(Clipped()), "activation Clipped, tried"),
     "a parameter": (lambda: make(nn.PReLU(init=0.0)), "activation PReLU, which reads weight, .*may change unseen"),
@@ -207,8 +185,6 @@ REFUSED = {
     "no activation": (lambda: make(None), "activation None"),
     "halves under a module that declares pairs": (lambda: oai(gate=gate_of_halves), "a gate of its own, tried"),
     "no 1 added to up": (lambda: oai(gate=gate_without_one), r"with the numbers \[1.702, 7.0\]"),
-    "gates of other columns": (lambda: oai(gate=gate_of_other_columns), "a gate of its own, tried"),
-    "one more clamp": (lambda: oai(gate=gate_clamped_from_below), "a gate of its own, tried"),
     "other gradients": (lambda: oai(gate=gate_with_other_gradients), "a gate of its own, tried"),
     "a gate that reads what is not there": (lambda: oai(gate=gate_that_reads_more), "'num_experts'"),
     "a limit in a buffer": (with_buffer, "reads gate_limit, which may change unseen"),
