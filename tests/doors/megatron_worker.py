@@ -22,7 +22,9 @@ if __name__ == "__main__":
     import megatron_on_cpu  # noqa: F401  before anything of Megatron's
 
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.activations import fast_gelu, squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.model_chunk_schedule_plan import (
     TransformerModelChunkSchedulePlan,
 )
@@ -50,7 +52,7 @@ def config_of(dispatcher, **changes):
         "expert_model_parallel_size": 2, "gated_linear_unit": True, "add_bias_linear": False,
         "activation_func": torch.nn.functional.silu, "use_cpu_initialization": True,
         "moe_token_dispatcher_type": dispatcher, "moe_router_dtype": "fp32",
-        "bias_dropout_fusion": False, "masked_softmax_fusion": False, "hidden_dropout": 0.0,
+        "bias_dropout_fusion": False, "bias_activation_fusion": False, "masked_softmax_fusion": False, "hidden_dropout": 0.0,
         "attention_dropout": 0.0, "moe_router_load_balancing_type": "none",
         "gradient_accumulation_fusion": True, "moe_flex_dispatcher_backend": "deepep",
     }  # fmt: skip
@@ -196,22 +198,32 @@ SAME = {
     "sigmoid": SIGMOID,
     "top 1 on input": {
         "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True,
+        "add_bias_linear": True,
     },
     "all experts": {"moe_router_topk": 4},
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
     "latent": {"moe_latent_size": 16},
-    "biases": {"add_bias_linear": True},
+    "gelu": {"activation_func": torch.nn.functional.gelu},
+    "fast gelu": {"activation_func": fast_gelu, "add_bias_linear": True},
+    "relu": {"activation_func": torch.nn.functional.relu, "gated_linear_unit": False},
+    "squared relu": {
+        "activation_func": squared_relu, "gated_linear_unit": False, "add_bias_linear": True,
+    },
+    "clamped": {"activation_func_clamp_value": 0.1, "add_bias_linear": True},
+    "GPT-OSS": {
+        "activation_func": quick_gelu, "activation_func_clamp_value": 0.1, "glu_linear_offset": 1.0,
+    },
     "router in fp64": {"moe_router_dtype": "fp64"},
     "router in bf16": {"moe_router_dtype": None, "params_dtype": torch.bfloat16, "bf16": True},
     "padded for a quantisation": {"moe_router_padding_for_quantization": True},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }  # fmt: skip
-PLACED = {
-    f"{dispatcher}, {place}": {}
+PLACED = [
+    f"{dispatcher}, {place}"
     for place in PARALLEL
     if place
     for dispatcher in ("alltoall", "allgather")
-}
+]
 # Set afterwards, where the configuration itself refuses what Transformer Engine is missing for.
 LATE = (
     "moe_latent_size",
