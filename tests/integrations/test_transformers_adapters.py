@@ -182,21 +182,6 @@ def test_adapters_of_older_versions_of_peft(narrow):
     assert relative_rmse(found, logits_of(model, "sonicmoe")) < 5e-6
 
 
-def test_other_implementations_and_other_weights_stay_with_peft(monkeypatch):
-    """An adapter on a bias has no factors here."""
-    seen = []
-    activate = ParamWrapper._activate_lora
-    monkeypatch.setattr(
-        ParamWrapper, "_activate_lora", lambda self, names: seen.append(self.parameter_name) or activate(self, names)
-    )  # fmt: skip
-    model = adapted()
-    logits_of(model, "grouped_mm")
-    assert seen == ["down_proj", "gate_up_proj"]
-    seen.clear()
-    logits_of(model, "sonicmoe")
-    assert seen == []
-
-
 def test_a_process_without_peft_registers(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft.tuners.lora.layer", None)
     register()

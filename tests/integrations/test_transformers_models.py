@@ -14,14 +14,12 @@ from integrations.hf_models import (
     IMPLEMENTATIONS,
     build,
     errors,
-    relative_rmse,
     run,
-    text,
 )
 from transformers.integrations import moe as hf_moe
 
 from sonicmoe import SonicMoEConfig
-from sonicmoe.integrations.transformers import check_model, invalidate_caches, register
+from sonicmoe.integrations.transformers import check_model, register
 from sonicmoe.observe import ForwardDone, observing
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -115,20 +113,6 @@ def test_autocast_lowers_the_experts_whatever_the_norms_return(family, implement
     limit = max(errors(rounded, exact).values())
     limit = 1.5 * limit if implementation == "sonicmoe" else limit + 0.1
     assert 1e-4 < max(errors(found, exact).values()) <= limit
-
-
-def test_writes_without_a_trace_are_announced_for_the_whole_model(blind):
-    model = build(FAMILIES["mixtral"](2), "sonicmoe_fp8").eval()
-    old = model(text(5, seed=2)).logits
-    for layer in model.model.layers:
-        layer.mlp.experts.gate_up_proj.data.mul_(0.5)
-        layer.mlp.experts.down_proj.data.mul_(2.0)
-    assert torch.equal(model(text(5, seed=2)).logits, old)  # nobody said it
-    invalidate_caches(model)
-    found = model(text(5, seed=2)).logits
-    model.set_experts_implementation("eager")
-    expected = model(text(5, seed=2)).logits
-    assert relative_rmse(found, expected) < 0.2 < relative_rmse(old, expected)
 
 
 @IMPLEMENTATIONS
