@@ -18,7 +18,7 @@ from integrations.hf_models import IMPLEMENTATIONS, errors, relative_rmse, run_e
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from sonicmoe.integrations.transformers import unsupported_reason
@@ -95,6 +95,16 @@ def distributed(tmp_path):
         )
     yield experts
     dist.destroy_process_group()
+
+
+def test_local_parts_of_dtensors(distributed):
+    """Weights as DTensors: the forward reads this rank's part, and gradients come back as DTensors."""
+    expected = run_experts(copy.deepcopy(small_experts(GptOssExperts)), "eager", *batch())
+    for implementation, bound in (("sonicmoe", 1e-6), ("sonicmoe_fp8", 0.1)):
+        found = run_experts(distributed, implementation, *batch())
+        assert isinstance(found["down_proj"], DTensor)
+        local = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in found.items()}
+        assert max(errors(local, expected).values()) <= bound
 
 
 @pytest.mark.parametrize("training", [False, True])
