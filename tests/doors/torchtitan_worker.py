@@ -108,11 +108,6 @@ def gathers_codes(trainer):
     return len(chosen) > 1 and all(chosen)
 
 
-def spreads(trainer):
-    """Standard deviation of each weight of the experts, as it was initialised."""
-    return {n: float(t.std()) for n, t in whole(state_of(trainer)).items() if "inner_experts" in n}
-
-
 def is_held_once(trainer):
     """Whether the state dict that the trainer holds lies in the weights, and asynchronous
     checkpoints, which copy memory and not values, are right all the same.
@@ -136,8 +131,6 @@ def main(folder, ports):
         # A port is free again only some time after its world has ended.
         os.environ["MASTER_PORT"] = ports[number]
         trainer = trainer_of(name, folder / str(number), start if "gpt-oss" not in name else None)
-        if name in ("stock", "bf16"):
-            found[f"{name}, spreads"] = spreads(trainer)
         if start is None:
             start = checkpoint_of(trainer, 0)
         elif "gpt-oss" not in name:

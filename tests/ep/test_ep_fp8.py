@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,6 @@ from sonicmoe.ep import LocalDispatcher, make_dispatcher
 from sonicmoe.errors import ConfigError
 from sonicmoe.quant.recipes import rows
 from sonicmoe.quant.reference import quantize
-from sonicmoe.quant.tokens import quantize_tokens
 
 SYMMETRIC = ("symmetric", "symmetric fixed") if can_load_kernels() else ()
 OF_BOTH = ("collective", "fixed size")
@@ -55,21 +52,6 @@ def test_codes_arrive_bit_for_bit_and_results_are_those_of_one_process(
                 codes, scales = (result[f"{path}/{prefix}{kind}"] for kind in ("codes", "scales"))
                 np.testing.assert_array_equal(codes, sent.bytes.numpy()[here.any(1)])
                 np.testing.assert_array_equal(scales, sent.scale_inv.numpy()[here.any(1)])
-
-
-def test_a_gradient_that_was_sent_in_fp8_is_the_one_quantised_at_home():
-    """Bit for bit what the node makes of the gradient that its own process has quantised."""
-    source = joined(cases(2)["uneven"])
-    sent = run_layer(LocalDispatcher(EXPERTS, False, True), source, **PRECISIONS["fp8"])
-    node = node_of(local_experts(0, EXPERTS), fp8_mode="perf")
-    x = torch.tensor(source.x, requires_grad=True)
-    probs = torch.tensor(source.weights, requires_grad=True)
-    dout = torch.tensor(source.dout).to(torch.bfloat16)
-    home = SimpleNamespace(take=lambda _: quantize_tokens(dout))
-    ids = torch.tensor(source.ids)
-    ids = torch.where((ids >= 0) & (ids < EXPERTS), ids, -1)
-    node(x.to(torch.bfloat16), None, ids, probs, dout_source=home).backward(dout)
-    np.testing.assert_array_equal(sent["dx"], x.grad.numpy())
 
 
 def one_slot(count=4):
