@@ -10,21 +10,16 @@ import pytest
 from filelock import FileLock
 from worlds import TESTS, finish, paddle_variables, start_world
 
+ENVIRONMENT = "SONICMOE_TEST_FRAMEWORK"
+WORKER = TESTS / "ep" / "ep_worker.py"
 TIMEOUT_S = 600  # of all worlds one after the other
 
 
 def ranks_of(framework, world, folder, name):
     """`(exit code, stdout, stderr)` of each rank, each in an interpreter of its own."""
     launch = paddle_variables(world) if framework == "paddle" else [{}] * world
-    variables = [{**each, "SONICMOE_TEST_FRAMEWORK": framework} for each in launch]
-    worker = TESTS / "ep" / "ep_worker.py"
-    return finish(start_world(lambda rank: [worker, folder, rank, name], variables))
-
-
-def all_forked(folder):
-    worker = TESTS / "ep" / "ep_worker.py"
-    variables = [{"SONICMOE_TEST_FRAMEWORK": "torch"}]
-    return finish(start_world(lambda _: [worker, folder], variables), TIMEOUT_S)
+    variables = [{**each, ENVIRONMENT: framework} for each in launch]
+    return finish(start_world(lambda rank: [WORKER, folder, rank, name], variables))
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +40,8 @@ def left_by(session_folder):
             if not folder.exists():
                 folder.mkdir()
                 if framework == "torch":
-                    ended = all_forked(folder)
+                    every = start_world(lambda _: [WORKER, folder], [{ENVIRONMENT: framework}])
+                    ended = finish(every, TIMEOUT_S)
                 else:
                     (folder / name).mkdir()
                     ended = ranks_of(framework, 2, folder / name, name)
