@@ -53,24 +53,19 @@ def on_device(case):
     return engine_cases.Case(x, dout, indices, probs, (w1, w2, None, None))
 
 
-def computed(operands):
-    return as_arrays(engine_cases.run(operands, HopperEngine(), engine_cases.FP8))
-
-
-def as_arrays(named):
+def computed(case, engine, settings):
     """fp64 on the host, under the names of `TENSORS`."""
     arrays = {
         "ds" if name == "dprobs" else name: tensor.double().cpu().numpy()
-        for name, tensor in named.items()
+        for name, tensor in engine_cases.run(case, engine, settings).items()
     }
     assert set(arrays) == set(TENSORS)
     return arrays
 
 
-def baseline_of(case):
-    """What the emulated DeepSeek-V3 recipe with an FP8 `z` makes of the case."""
-    settings = EngineSettings(recipe=BASELINE.recipe, save_z=BASELINE.z)
-    return as_arrays(engine_cases.run(case, engine_cases.REFERENCE, settings))
+OURS = HopperEngine(), engine_cases.FP8
+# The emulated DeepSeek-V3 recipe with an FP8 `z`.
+THEIRS = engine_cases.REFERENCE, EngineSettings(recipe=BASELINE.recipe, save_z=BASELINE.z)
 
 
 def scores_of(case, found, baseline, wanted):
@@ -94,7 +89,7 @@ def table(scores):
 def test_at_least_as_exact_as_the_deepseek_v3_recipe(kind, sizes):
     case = make_case(kind, sizes, seed=0)
     operands = on_device(case)
-    ours, theirs = computed(operands), baseline_of(operands)
+    ours, theirs = computed(operands, *OURS), computed(operands, *THEIRS)
     wanted = golden_tensors(case)
     scores = scores_of(case, ours, theirs, wanted)
     failures, unresolved = judge(kind, scores)
@@ -117,7 +112,7 @@ def test_error_is_that_of_quantisation():
     would say nothing of FP8.
     """
     case = make_case(BARRED_DATA, FEW, seed=1)
-    ours, wanted = computed(on_device(case)), golden_tensors(case)
+    ours, wanted = computed(on_device(case), *OURS), golden_tensors(case)
     for name, bar in RMSE_BARS.items():
         error = np.linalg.norm(ours[name] - wanted[name]) / np.linalg.norm(wanted[name])
         assert 0.8 * bar <= error <= bar, (name, error)

@@ -35,13 +35,13 @@ def device():
         yield "cuda"
 
 
-# (E, H, I) of GPT-OSS, Qwen3-30B-A3B and the reference shape
-@pytest.mark.parametrize("sizes", [(2, 2880, 2880), (16, 2048, 768), (8, 3072, 1536)], ids=str)
-def test_sizes_of_models(device, sizes):
-    source, weights = user_weights(sizes, torch.bfloat16, HALVES, 0, device), gpu.QuantizedWeights()
+def test_sizes_of_a_model(device):
+    """Of GPT-OSS, no multiples of 128."""
+    source = user_weights((2, 2880, 2880), torch.bfloat16, HALVES, 0, device)
+    weights = gpu.QuantizedWeights()
     weights.update(source)
     check(weights, source)
-    x = values((1000, sizes[1]), torch.bfloat16, 1, device)
+    x = values((1000, 2880), torch.bfloat16, 1, device)
     assert_same(gpu.quantize_rows(x), quantize(x, rows(128)))
 
 
