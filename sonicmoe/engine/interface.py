@@ -104,6 +104,14 @@ class EngineWeights:
         made.adapters = adapters
         return made
 
+    def with_biases(self, b1: Tensor | None, b2: Tensor | None) -> EngineWeights:
+        """These very weights with the biases of one call. The copy keeps the sizes that are known, also
+        where forward's pair has gone.
+        """
+        made = copy.copy(self)
+        made.b1, made.b2, made.native = b1, b2, None
+        return made
+
     @property
     def two_orders(self) -> bool:
         """Whether backward reads other memory than forward, so that forward's may go first."""
@@ -117,8 +125,8 @@ class EngineWeights:
         """Drop forward's pair; backward's stays, and can no longer be brought up to date. Only where
         `two_orders`, and only when no forward and no recomputation of z is to come.
         """
-        # Asked for the last time: they are read off the pair that goes.
-        assert self.two_orders and all(map(all, self.native_shapes))
+        assert self.two_orders
+        _ = self.native_shapes  # sizes are read off the pair that goes, and kept
         # `native` refers to all four tensors, and `store` to the buffers that it writes.
         for name in ("w1", "w2", "store", "native"):
             setattr(self, name, None)

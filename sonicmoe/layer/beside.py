@@ -6,7 +6,6 @@ wherever they came from: weights alone have `main_grad`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +55,7 @@ class Beside:
             # Plain weights may lie as the caller's do, and b1 lies as they do.
             same = weights.layout.split_half == self._layout.split_half
             b1, b2 = self._biases if same else self._native_biases()
-            weights = replace(weights, b1=b1.contiguous(), b2=b2.contiguous())
+            weights = weights.with_biases(b1.contiguous(), b2.contiguous())
         return weights.with_adapters(self._native_adapters())
 
     def native(self, w1: Tensor, w2: Tensor) -> NativeWeights:

@@ -218,7 +218,7 @@ class LayerCodes:
             )
         given = tuple(b if b is None else b.detach().to(torch.float32) for b in biases)
         weights = self._weights(backward, settings.recompute_z)
-        weights = weights if given[0] is None else _with_biases(weights, *given)
+        weights = weights if given[0] is None else weights.with_biases(*given)
         return Reading(weights, lent=_GatheredAgain(self, settings))
 
     def _weights(self, backward: bool, recomputes_z: bool) -> EngineWeights:
@@ -257,13 +257,7 @@ class _GatheredAgain:
     def check(self, weights: EngineWeights) -> EngineWeights:
         """The weights as they were gathered for this backward, with the biases of its forward."""
         found = self._codes._weights(True, self._recomputes_z)
-        return found if weights.b1 is None else _with_biases(found, weights.b1, weights.b2)
-
-
-def _with_biases(weights: EngineWeights, b1: Tensor | None, b2: Tensor | None) -> EngineWeights:
-    made = copy.copy(weights)  # which keeps the shapes that it knows, where forward's order is gone
-    made.b1, made.b2, made.native = b1, b2, None
-    return made
+        return found if weights.b1 is None else found.with_biases(weights.b1, weights.b2)
 
 
 def _wrap_again(codes: LayerCodes | None, module: Any, keys: Any) -> None:
