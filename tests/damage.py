@@ -188,8 +188,9 @@ def _places(content: bytes, sign: bytes) -> list[int]:
     return found
 
 
+BYTE_KINDS: tuple[Damage, ...] = (flipped_bits, overwritten, cut, missing_middle, damaged_directory)
 KINDS: tuple[Damage, ...] = (
-    flipped_bits, overwritten, cut, missing_middle, damaged_directory, encrypted, exchanged_members,
-    renamed_member, dropped_member, other_array_header, other_json,
+    *BYTE_KINDS, encrypted, exchanged_members, renamed_member, dropped_member, other_array_header,
+    other_json,
 )  # fmt: skip
 TEXT_KINDS: tuple[Damage, ...] = (flipped_bits, overwritten, cut, missing_middle, other_field)

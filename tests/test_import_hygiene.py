@@ -43,6 +43,14 @@ def test_these_import_no_framework() -> None:
     assert loaded_by("; ".join(f"import {module}" for module in modules)) == set()
 
 
+def test_warm_up_imports_no_framework_and_no_compiler() -> None:
+    modules = [f"jit.{name}" for name in ("cuda_source", "triton_variant", "parallel")]
+    modules += ["jit", "jit_warmup", "cli.warmup", "kernels.blackwell.cute_kernel"]
+    modules += ["engine.capabilities", "engine.compile_plan"]
+    program = "; ".join(f"import sonicmoe.{module}" for module in modules)
+    assert loaded_by(program, FRAMEWORKS | {"triton", "tvm_ffi", "cutlass", "numpy"}) == set()
+
+
 def test_the_torch_face_loads_no_compiler_and_the_lazy_doors_are_lazy() -> None:
     """Most programs neither compile nor dump, so they load no compiler and no diagnosis."""
     program = "from sonicmoe import MoE, count_cumsum; from sonicmoe.ernie_compat import SonicMoEMlpNode"  # fmt: skip

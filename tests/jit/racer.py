@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import late_files
-
 from sonicmoe.jit import Artefact, CompileCache, CompileKey
 
 ARTEFACT_BYTES = 4096
@@ -81,13 +79,9 @@ def race(
     count: int = ARTEFACT_BYTES,
     own_words: bool = False,
     timeout: float = 60.0,
-    host: str = "",
-    late: tuple[Path, float] | None = None,
     go: Path | None = None,
 ) -> dict[str, Any]:
     """Build one key; what happened. go: a file whose appearance is waited for."""
-    if late is not None:
-        late_files.inject(late[0], host, late[1])
     cache = CompileCache(root, local, lock_timeout_s=timeout)
     key = make_key(size)
     compiler = FakeCompiler(key, log, seconds, count, own_words)

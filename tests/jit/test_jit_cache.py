@@ -2,14 +2,14 @@
 
 import json
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from racer import load, make_key
 
-from sonicmoe.jit import CompileCache
-from sonicmoe.jit.errors import ArtefactLoadError, ToolchainError
+from sonicmoe.jit import CompileCache, no_compile
+from sonicmoe.jit.errors import ArtefactLoadError, CompileForbiddenError, ToolchainError
 
 
 def quarantined(field):
@@ -32,19 +32,22 @@ def test_get_loads_once_and_threads_share(cache, key, compiler, field):
         calls.append(artefact)
         return object()
 
-    found = []
-    build = lambda: found.append(cache.get(key, compiler(key, seconds=0.1), loader))  # noqa: E731
-    threads = [threading.Thread(target=build) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 6 and len(set(map(id, found))) == 1
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(cache.get, key, compiler(key, seconds=0.1), loader) for _ in range(6)]
+    assert len({id(each.result()) for each in asked}) == 1
     assert len(calls) == 1 and field.builds() == {1: 1}
 
 
-def truncate(folder):
-    os.truncate(folder / "kernel.so", 1000)
+def test_no_compile_covers_every_thread_and_names_kernel_and_key(cache, key, compiler, field):
+    with no_compile(), ThreadPoolExecutor(1) as pool:
+        errors = [pool.submit(cache.get, key, compiler(key), load).exception()]
+        with pytest.raises(CompileForbiddenError) as raised:
+            cache.get(key, compiler(key), load)
+    for error in (*errors, raised.value):
+        assert isinstance(error, CompileForbiddenError)
+        for part in (str(key), "no_compile()", "sonicmoe warmup"):
+            assert part in str(error)
+    assert not field.log.exists()
 
 
 def flip(folder):
@@ -60,7 +63,7 @@ def take_another_manifest(folder):
 
 
 DAMAGE = {
-    "truncated": truncate,
+    "truncated": lambda folder: os.truncate(folder / "kernel.so", 1000),
     "a bit flipped": flip,
     "removed": lambda folder: (folder / "kernel.so").unlink(),
     "an empty manifest": lambda folder: (folder / "manifest.json").write_text(""),
@@ -73,6 +76,8 @@ DAMAGE = {
 def test_damage_is_a_miss_then_quarantined_and_rebuilt(damage, cache, key, compiler, field, caplog):
     DAMAGE[damage](cache.build(key, compiler(key)).path)
     assert cache.try_load(key) is None
+    with no_compile(), pytest.raises(CompileForbiddenError, match="is damaged: "):
+        cache.build(key, compiler(key))
     assert load(cache.build(key, compiler(key))) == 4096
     assert field.builds() == {1: 2}
     assert len(quarantined(field)) == 1

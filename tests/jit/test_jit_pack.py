@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import zipfile
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from damage import BYTE_KINDS, variants
 from fake_jobs import FakeJob
 from racer import load, make_key
 
@@ -17,13 +17,7 @@ from sonicmoe.cli.main import main
 from sonicmoe.jit import CompileCache, CompileKey, no_compile
 from sonicmoe.jit import pack as pack_module
 from sonicmoe.jit.errors import PackError
-from sonicmoe.jit.pack import (
-    LIST,
-    read_pack,
-    refusal,
-    unpack,
-    write_pack,
-)
+from sonicmoe.jit.pack import LIST, read_pack, refusal, unpack, write_pack
 from sonicmoe.jit.plan import ModelSpec
 
 SPEC = ModelSpec(8, 3072, 1536)
@@ -92,13 +86,11 @@ def test_what_cannot_be_written_leaves_nothing(cache, field, monkeypatch):
 
 
 def test_damage_is_refused_or_of_no_consequence(packed, elsewhere):
-    """Seeded mutations: bytes changed, removed, added, ends cut off. What does not reach a kernel, as
-    the date of a file, may pass.
-    """
-    chance, whole = random.Random(20261122), packed.read_bytes()
+    """What does not reach a kernel, as the date of a file, may pass."""
+    damaged = variants(packed.read_bytes(), 20261122, MUTATIONS, BYTE_KINDS)
     refused = 0
-    for number in range(MUTATIONS):
-        packed.write_bytes(mutated(whole, chance, number))
+    for number, (_, content) in enumerate(damaged):
+        packed.write_bytes(content)
         try:
             unpack(packed, elsewhere)
         except PackError as error:
@@ -111,20 +103,6 @@ def test_damage_is_refused_or_of_no_consequence(packed, elsewhere):
                 assert artefact is None or load(artefact) == 4096, number
             shutil.rmtree(elsewhere.root)
     assert refused > MUTATIONS / 2
-
-
-def mutated(whole, chance, number):
-    at = chance.randrange(len(whole))
-    kind = number % 5
-    if kind == 0:
-        return whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :]
-    if kind == 1:
-        return whole[:at]
-    if kind == 2:
-        return whole[:at] + chance.randbytes(1 + chance.randrange(600)) + whole[at:]
-    if kind == 3:
-        return whole[:at] + whole[at + 1 + chance.randrange(600) :]
-    return whole + chance.randbytes(1 + chance.randrange(600))
 
 
 def rebuilt(path, change):
@@ -140,18 +118,16 @@ def rebuilt(path, change):
             archive.writestr(name, content)
 
 
-def renamed(to):
+def rename_first(members, to):
     """The first file of the first artefact, under another name."""
-
-    def change(_, members):
-        name = next(iter(members))
-        members[f"{name.rpartition('/')[0]}/{to}"] = members.pop(name)
-
-    return change
+    name = next(iter(members))
+    members[f"{name.rpartition('/')[0]}/{to}"] = members.pop(name)
 
 
 HOSTILE = [
-    *map(renamed, ["../kernel.so", "/etc/passwd", "a/../../kernel.so", "..", ".", "", "a//b", "manifest.json"]),
+    *(lambda _, members, to=to: rename_first(members, to) for to in (
+        "../kernel.so", "/etc/passwd", "a/../../kernel.so", "..", ".", "", "a//b", "manifest.json",
+    )),
     lambda _, members: members.pop(next(iter(members))),
     lambda _, members: members.update({"../../evil": b""}),
     lambda listed, _: listed["artefacts"].pop(),
@@ -200,31 +176,18 @@ def test_a_list_that_says_something_else(packed, elsewhere, change):
     assert is_empty(elsewhere)
 
 
-def test_another_format(packed):
+def test_a_file_that_is_no_pack(packed, tmp_path):
     rebuilt(packed, set_in("format", value=1))
     with pytest.raises(PackError, match="it has format 1; this version reads 3"):
         read_pack(packed)
-
-
-@pytest.mark.parametrize("content", [b"", b"\0" * 4096, b"PK\x03\x04" * 300, b"\xff" * 1024],
-                         ids=["empty", "zeros", "zip", "noise"])  # fmt: skip
-def test_a_file_that_is_no_pack(tmp_path, content):
-    path = tmp_path / "other.zip"
-    path.write_bytes(content)
-    with pytest.raises(PackError):
-        read_pack(path)
-
-
-def test_a_pack_that_is_no_file(tmp_path):
+    for content in (b"", b"\0" * 4096, b"PK\x03\x04" * 300, b"\xff" * 1024):
+        packed.write_bytes(content)
+        with pytest.raises(PackError):
+            read_pack(packed)
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
         with pytest.raises(PackError, match="it is not a regular file"):
             read_pack(path)
-
-
-@pytest.fixture
-def pack(packed):
-    return read_pack(packed)
 
 
 @pytest.mark.parametrize(("name", "version", "words"), [
@@ -235,7 +198,8 @@ def pack(packed):
     ("nvcc", "absent", None),
     ("triton", "absent", None),
 ])  # fmt: skip
-def test_versions_that_differ(pack, name, version, words, monkeypatch):
+def test_versions_that_differ(packed, name, version, words, monkeypatch):
+    pack = read_pack(packed)
     here = pack.versions | {"nvcc": "13.0.88"}
     monkeypatch.setattr(pack_module, "versions_here", lambda: here)
     reason = refusal(replace(pack, versions=here | {name: version}))

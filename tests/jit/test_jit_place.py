@@ -24,8 +24,8 @@ def made(path, mode, owner=None):
     return path
 
 
-def below(folder, mode, owner=None):
-    return made(made(folder / "above", mode, owner) / "cache", 0o755)
+def below(folder, mode, owner=None, of_cache=None):
+    return made(made(folder / "above", mode, owner) / "cache", 0o755, of_cache)
 
 
 def linked(folder, owner=None):
@@ -50,15 +50,11 @@ def with_entry_of_a_stranger(folder):
 
 
 SCENES = {
-    "mine, mode 755": lambda folder: made(folder / "cache", 0o755),
-    "mine, mode 700": lambda folder: made(folder / "cache", 0o700),
-    "mine, mode 2775": lambda folder: made(folder / "cache", 0o2775),
-    "mine, mode 777": lambda folder: made(folder / "cache", 0o777),
-    "mine, mode 1777": lambda folder: made(folder / "cache", 0o1777),
+    **{f"mine, mode {mode:o}": lambda folder, mode=mode: made(folder / "cache", mode)
+       for mode in (0o755, 0o700, 0o2775, 0o777, 0o1777)},
     "of another user, mode 755": lambda folder: made(folder / "cache", 0o755, STRANGER),
-    "of another user, in a directory of mode 1777": lambda folder: made(
-        made(folder / "open", 0o1777) / "cache", 0o755, STRANGER
-    ),
+    "of another user, in a directory of mode 1777":
+        lambda folder: below(folder, 0o1777, of_cache=STRANGER),
     "below a directory of mode 755 of another user": lambda folder: below(folder, 0o755, STRANGER),
     "below a directory of mode 775": lambda folder: below(folder, 0o775),
     "below a directory of mode 777": lambda folder: below(folder, 0o777),
@@ -67,7 +63,7 @@ SCENES = {
     "reached through a link of another user": lambda folder: linked(folder, STRANGER),
     "with a link inside": with_link_inside,
     "mine, with an entry of another user": with_entry_of_a_stranger,
-}
+}  # fmt: skip
 
 
 def table():
