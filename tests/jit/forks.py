@@ -53,12 +53,6 @@ def start(work: Callable[[], object], user: User | None = None) -> int:
     os._exit(0)
 
 
-def end(child: int) -> int:
-    """Kill a child, and its status."""
-    os.kill(child, signal.SIGKILL)
-    return os.waitpid(child, 0)[1]
-
-
 class Child:
     """A forked process that runs `work`; in a session and, with `mounts`, a mount namespace of its
     own, which that shell line sets up.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import time
 from collections import Counter
@@ -36,7 +37,8 @@ def held(lock: Path) -> Iterator[int]:
     try:
         yield holder
     finally:
-        forks.end(holder)
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
 
 
 class Field:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import processes
 import pytest
-from cuda_sample import toolchain_probe
 from kernels.ptxas_report import SpillError, require_no_spills, resource_usage
 from racers import NOT_RUN
 
@@ -46,6 +45,12 @@ def command(*arguments, **env):
     return processes.of_checkout(*line, **{"SONIC_MOE_ENGINE": ENGINE, **env})
 
 
+def toolchain_probe(threads=256):
+    """`scale_add(x, y, a)`: y = a * x + y on fp32 vectors; `threads()`: its block size."""
+    source = processes.ROOT / "benchmarks" / "toolchain_probe.cu"
+    return CudaSource.make("toolchain_probe", source, defines={"THREADS": threads}, arch="sm_90a")
+
+
 def copy_files(artefact, folder):
     for name in artefact.manifest["files"]:
         shutil.copyfile(artefact.file(name), folder / name)
@@ -55,7 +60,7 @@ def copy_files(artefact, folder):
 def warmed(tmp_path_factory, artefacts):
     """A cache directory that held the large kernels and the probe, and was completed by the command."""
     root = tmp_path_factory.mktemp("warmed")
-    for source in (*LARGE, toolchain_probe("sm_90a")):
+    for source in (*LARGE, toolchain_probe()):
         made = source.compile(artefacts)
         CompileCache(root, root / "local").build(
             source.key(), lambda folder, made=made: copy_files(made, folder)
@@ -75,14 +80,6 @@ def warm_cache(warmed, tmp_path):
     return CompileCache(warmed, tmp_path / "local")
 
 
-@pytest.fixture
-def no_toolkit(monkeypatch):
-    monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.setattr(toolchain_module, "_PREFIXES", ())
-
-
 def test_cold_directory_under_forbid_compile_is_one_line(tmp_path):
     done = command("--cache-dir", str(tmp_path), SONIC_MOE_FORBID_COMPILE="1")
     assert done.returncode == 2
@@ -93,9 +90,9 @@ def test_cold_directory_under_forbid_compile_is_one_line(tmp_path):
 def test_module_loads_without_a_gpu_and_checks_its_arguments(warm_cache):
     torch = pytest.importorskip("torch")
     with no_compile():
-        module = toolchain_probe("sm_90a").load(warm_cache)
+        module = toolchain_probe().load(warm_cache)
     assert module.threads() == 256
-    assert toolchain_probe("sm_90a").load(warm_cache) is module
+    assert toolchain_probe().load(warm_cache) is module
     with pytest.raises(RuntimeError, match="x must be on a CUDA device"):
         module.scale_add(torch.zeros(3), torch.zeros(3), 1.0)
 
@@ -135,11 +132,15 @@ def test_key_follows_macros_flags_sources_and_nothing_else(tmp_path):
     assert len({base, digest(), *variants}) == 5
 
 
-def test_without_a_toolkit_the_warmed_artefact_loads_and_nothing_builds(no_toolkit, warm_cache):
-    assert find_toolkit() is None and toolchain_probe("sm_90a").key().toolchain is None
-    assert toolchain_probe("sm_90a").load(warm_cache).threads() == 256
+def test_without_a_toolkit_the_warmed_artefact_loads_and_nothing_builds(monkeypatch, warm_cache):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(toolchain_module, "_PREFIXES", ())
+    assert find_toolkit() is None and toolchain_probe().key().toolchain is None
+    assert toolchain_probe().load(warm_cache).threads() == 256
     with pytest.raises(ToolchainError, match="CUDA_HOME"):
-        toolchain_probe("sm_90a", threads=128).load(warm_cache)
+        toolchain_probe(threads=128).load(warm_cache)
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])

@@ -24,12 +24,6 @@ PASSING = [
 ]  # fmt: skip
 
 
-class Clock:
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        monkeypatch.setattr(decided.time, "monotonic", lambda: self.now)
-
-
 def failing(errors):
     """Falls back for each error in turn, then finds the kernel; and the devices it was asked for."""
     asked = []
@@ -58,13 +52,11 @@ def test_what_may_pass_is_tried_again_at_the_next_call_then_kept(error):
 
 
 def test_attempts_that_keep_failing_become_rare(monkeypatch):
-    clock = Clock(monkeypatch)
+    now = [0.0]
+    monkeypatch.setattr(decided.time, "monotonic", lambda: now[0])
     choose, asked = failing([RuntimeError("no C compiler")] * 1000)
     for _ in range(100_000):
         assert choose("cuda:0") == "fallback"
-        clock.now += 0.01
+        now[0] += 0.01
     assert 15 <= len(asked) <= 30, "in a thousand seconds"
-
-
-def test_which_errors_may_pass():
     assert not may_pass(ToolchainError("no nvcc")) and not may_pass(CompileLockTimeout("waited"))

@@ -228,7 +228,6 @@ def test_errors_of_the_command_are_one_line(own_caches, cache, jobs):
     for arguments, words in (
         (("--unpack", absent), f"{absent}: No such file or directory"),
         (("--unpack", absent, "--E", 8), "--E has no effect beside --unpack"),
-        (("--pack", absent), "Missing options --E, --H, --I; for example: sonicmoe warmup --E 8"),
     ):
         code, said = command(*arguments)
         assert code == 2 and words in said, said

@@ -13,10 +13,6 @@ from sonicmoe.jit import CompileCache
 PROCESSES = 8
 
 
-def published(field):
-    return sorted(path.name for path in (field.root / "artefacts" / "fake").iterdir())
-
-
 def test_same_key_is_built_once(field):
     results = field.race([{"seconds": 0.3}] * PROCESSES)
     assert [result.get("bytes") for result in results] == [4096] * PROCESSES
