@@ -14,7 +14,6 @@ from numerics_cases import DATA_KINDS
 from oracle.case import Case
 from oracle.faces import run as run_case
 from oracle.golden import scene_of
-from pairwise import pairwise
 from planted import SIZES, layout_of, make_step, plant, row_of
 
 from sonicmoe.cli.main import main
@@ -77,12 +76,12 @@ SETTINGS = {
     "unquantised": PLAIN,
     "deepseek-v3": {"recipe": "deepseek-v3", "save_z": "e4m3", "fp8_wgrad": False},
 }
+# Every stage in two of the settings, once with values that are not finite and once with wrong ones.
 PLANTED = [
-    (stage, settings, kind)
-    for stage, settings, kind in pairwise(
-        [stage for stage in STAGES if stage != "routing"], tuple(SETTINGS), ("nan", "inf", "scaled")
-    )
-    if not (kind == "scaled" and stage in INPUTS)  # finite inputs are what they are
+    (stage, list(SETTINGS)[(number + turn) % 3], (("nan", "inf")[number // 3 % 2], "scaled")[turn])
+    for number, stage in enumerate(stage for stage in STAGES if stage != "routing")
+    for turn in (0, 1)
+    if not (turn and stage in INPUTS)  # finite inputs are what they are
 ]
 
 
@@ -157,15 +156,13 @@ def of_activation(step, activation):
     return step.but(w1=step.w1[:, ::2].copy(), b1=b1, activation=activation.value)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
-@pytest.mark.parametrize("settings", [{}, PLAIN])
 @pytest.mark.parametrize("activation", list(ActivationType))
-def test_every_activation(activation, settings, bias):
-    step = of_activation(make_step(bias=bias, **settings), activation)
+def test_every_activation(activation):
+    """In FP8; without it the stages are compared below."""
+    step = of_activation(make_step(bias=True), activation)
     report = bisect(step, "reference")
     assert report.healthy and report.missing == (), text_of(report)
-    assert set(report.stats) == set(shown(stages_of(step), step)) - {"routing"}
-    assert bias == ("db1" in report.stats)
+    assert set(report.stats) == {*stages_of(step)} - {"routing"} and "db1" in report.stats
     assert all(one.cosine > 0.98 for one in report.stats.values()), text_of(report)
 
 
@@ -233,16 +230,11 @@ def test_statistics():
     assert (stats.first_bad, stats.low, stats.high) == ((1, 0), -2.0, 4.0)
     later = stage_stats(StageValue(values), None, np.array([False, False, True, True]))
     assert later.first_bad == (2, 0)
-
-
-def test_use_of_codes():
     codes = np.array([[448.0, 0.0, -448.0, 1.0]], np.float32)
     wanted = np.array([[448.0, 0.001, -448.0, 0.0]])
     stats = stage_stats(StageValue(codes, codes, 448.0), wanted)
     assert stats.saturation == 0.5 and stats.underflow == pytest.approx(1 / 3)
-
-
-def test_deviations_measure_small_rows_against_typical_ones():
+    # Small rows are measured against typical ones.
     wanted = np.array([[3.0, 4.0], [0.0, 0.0], [1e-9, 0.0]])
     values = wanted + np.array([[0.5, 0.0], [0.0, 0.0], [1e-9, 0.0]])
     first, second, third = row_deviations(values, wanted, 0.25)
@@ -356,11 +348,11 @@ def test_one_bad_element_of_a_token_is_named_though_all_of_dw1_is_nan(where, val
     assert report.stats["dw1"].nan >= step.w1[2].size
 
 
-@pytest.mark.parametrize("stage", ["dw1", "dw2", "dz", "y1s"])
+@pytest.mark.parametrize("stage", ["dw1", "dz"])
 def test_a_fault_behind_quantised_tokens_is_named(stage):
     step = arrived(make_step())
     row, *_ = row_of(step)
-    index = (2, 9, 4) if stage in ("dw1", "dw2") else (row, 5)
+    index = (2, 9, 4) if stage == "dw1" else (row, 5)
     report = bisected(step, plant(stage, "scaled", index))
     assert (report.fault.stage, report.fault.place.expert) == (stage, 2)
     assert report.wrong == (stage,), "a stage that is right on wrong inputs is right"

@@ -78,12 +78,13 @@ def test_the_default_recipe_meets_every_bar(kind):
             assert one.overall.cosine >= COSINE_BAR - 2e-4, name
 
 
-def pooled(kind, codes, seeds=(0, 1, 2)):
+def pooled(kind, codes):
     """Relative RMSE of every tensor over several draws, under the default recipe with each code of z, and
-    under the baseline: where one value is large, its own rounding decides a tensor's error in one draw.
+    under the baseline: where one value is large, its own rounding decides a tensor's error in one draw,
+    and that of a value of x decides most.
     """
     found = []
-    for seed in seeds:
+    for seed in range(3 if kind.startswith("x-") else 2):
         results = [*evaluate(make_case(kind, LONE, seed), [DEFAULT_RECIPE], codes)]
         parts = [[one.overall for one in result.scores.values()] for result in results]
         baseline = [part.rmse / part.ratio for part in parts[0]]
@@ -145,9 +146,9 @@ def test_square_blocks_of_32_are_no_worse_than_mxfp8(kind):
     both = [*evaluate(case, [iso32, mxfp8.recipe], [mxfp8.z], against=mxfp8)]
     assert [result.failures for result in both] == [(), ()]
     assert {one.overall.ratio for one in both[1].scores.values()} == {1.0}
-    # The bar sees a coarser z: codes in E4M3 cost the gradients more than 3 %.
-    (coarser,) = evaluate(case, [iso32], [ZCode.E4M3], against=mxfp8)
     if kind == "gaussian":
+        # The bar sees a coarser z: codes in E4M3 cost the gradients more than 3 %.
+        (coarser,) = evaluate(case, [iso32], [ZCode.E4M3], against=mxfp8)
         assert any(words.startswith("dw1 ") for words in coarser.failures)
 
 
@@ -180,16 +181,6 @@ def test_gates_stay_within_7_5_percent_but_for_reglu(gate):
         assert rmse(found[:, 0::2], wanted[:, 0::2]) == pytest.approx(wrong_signs, rel=0.05)
 
 
-def test_the_command_takes_an_activation():
-    options = ["--recipe", "dx256", "--z", "bf16", *TINY_OPTIONS]
-    clamped = ["--activation", "swiglu_clamp", "--activation-parameter"]
-    plain, far, near = (
-        measured(*options, *own)[0]["tensors"]["dx"]["rmse"]
-        for own in ([], [*clamped, "limit=100"], [*clamped, "limit=1"])
-    )
-    assert plain == far < near
-
-
 def test_the_baseline_misses_the_absolute_bars():
     """FP8 codes of z cost the gradients more than the bars allow: a bar everything passes would be
     none.
@@ -213,16 +204,6 @@ def test_cases_hold_bf16_values_and_repeat_with_their_seed():
     assert all(len(set(row)) == TINY.topk for row in case.indices)
     odd = [1.0, 1.00390625, 1.01171875, -1e-40, 3.3895e38, math.inf, -math.inf, math.nan, 0.0]
     np.testing.assert_array_equal(round_to_bf16(np.float32(odd)), in_bf16(np.float32(odd)))
-
-
-def test_data_kinds_are_what_they_say():
-    sizes = CaseSizes(tokens=256, hidden=256, intermediate=16, experts=2, topk=1)
-    cases = {kind: make_case(kind, sizes, 0) for kind in DATA_KINDS}
-    norms = np.sqrt((cases["row-spread"].x.astype(float) ** 2).mean(1))
-    assert 9 < np.log2(norms.max() / norms.min()) < 11
-    channels = np.abs(cases["outliers"].x).mean(0)
-    assert (channels > 20 * np.median(channels)).sum() == 3
-    assert np.abs(cases["student-t"].w1).max() > 3 * np.abs(cases["gaussian"].w1).max()
 
 
 @functools.cache
@@ -262,32 +243,23 @@ def test_the_standard_error_predicts_the_scatter():
     assert np.mean([error for _, error in samples]) == pytest.approx(scatter, rel=0.15)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_what_is_not_finite_fails_every_bar(poison):
-    case, wanted = tiny()
-    wrong = {name: value.copy() for name, value in wanted.items()}
-    for value in wrong.values():
-        value.flat[int(np.flatnonzero(value)[0])] = poison
-    found = {
-        name: score(name, case, wrong[name], wanted[name] * 1.1, wanted[name]) for name in TENSORS
-    }
-    failures, unresolved = judge("gaussian", found)
-    assert {failure.split()[0] for failure in failures} == set(TENSORS)
-    assert unresolved == ()
-
-
 @pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.parametrize(("slack", "misses"), [(0.99, False), (1.01, True)])
-def test_every_bar_is_where_it_says(name, slack, misses):
+def test_every_bar_is_where_it_says(name):
     case, wanted = tiny()
     golden = wanted[name]
 
-    def failures(kind, computed, baseline):
-        scores = {name: score(name, case, golden * computed, golden * baseline, golden)}
-        return judge(kind, scores)[0]
+    def fails(kind, computed, baseline):
+        failures, unresolved = judge(kind, {name: score(name, case, computed, baseline, golden)})
+        assert unresolved == ()
+        return bool(failures)
 
-    assert bool(failures("gaussian", 1 + slack * RMSE_BARS[name], 2)) == misses
-    assert bool(failures("outliers", 1 + 0.103 * slack, 1.1)) == misses
+    for slack, misses in ((0.99, False), (1.01, True)):
+        assert fails("gaussian", golden * (1 + slack * RMSE_BARS[name]), golden * 2) == misses
+        assert fails("outliers", golden * (1 + 0.103 * slack), golden * 1.1) == misses
+    for poison in (math.nan, math.inf):
+        spoilt = golden.copy()
+        spoilt.flat[int(np.flatnonzero(spoilt)[0])] = poison
+        assert fails("gaussian", spoilt, golden * 1.1)
 
 
 def test_biases_are_added_to_the_same_experts_and_their_gradients_measured():
