@@ -1,9 +1,7 @@
 """The doctor: what it finds, what it exits with, and that its self-test can fail."""
 
-import errno
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -43,16 +41,11 @@ pytestmark = pytest.mark.usefixtures("in_empty_cache")
 CACHES = ("SONIC_MOE_CACHE_DIR", "SONIC_MOE_LOCAL_CACHE_DIR")
 
 
-def run_doctor(*arguments, without=(), **environ):
-    """`sonicmoe doctor` in a process of its own, with some modules made unimportable. The last
-    line on stderr says whether it loaded PyTorch.
-    """
+def run_doctor(*arguments, without=()):
+    """`sonicmoe doctor` in a process of its own, with some modules made unimportable."""
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in without)
-    program = (
-        "import atexit, sys; atexit.register(lambda: print('torch._C' in sys.modules, file=sys.stderr)); "
-        f"{blocked}from sonicmoe.cli.main import main; main({['doctor', *arguments]!r})"
-    )
-    return processes.run(["-c", program], {**os.environ, **environ}, ROOT, timeout=240)
+    command = f"from sonicmoe.cli.main import main; main({['doctor', *arguments]!r})"
+    return processes.of_checkout("-c", f"import sys; {blocked}{command}")
 
 
 def run_here(*arguments, **environ):
@@ -319,9 +312,12 @@ def test_a_directory_that_cannot_be_found_is_an_error_that_names_its_variable(
     assert report.caches == []
     for problem, name in zip(report.problems, ("CACHE_DIR", "LOCAL_CACHE_DIR"), strict=True):
         assert f"set SONIC_MOE_{name}" in problem.what and f"set SONIC_MOE_{name}" in problem.remedy
-    given = dict.fromkeys(CACHES, str(tmp_path))
+    given = dict.fromkeys(CACHES, str(tmp_path / "new"))
     report = examined(given)
-    assert [state.path for state in report.caches] == [str(tmp_path)] * 2 and not report.problems
+    assert [(state.path, state.exists) for state in report.caches] == [
+        (given[CACHES[0]], False)
+    ] * 2
+    assert not report.problems and list(tmp_path.iterdir()) == [], "nothing is created"
 
 
 @pytest.mark.parametrize(
@@ -362,46 +358,22 @@ def test_a_variable_and_its_problem(tmp_path, environ, severity, what, remedy):
 @pytest.mark.parametrize(
     ("own", "mode", "refused"),
     [
-        (False, 0o775, None),
         (False, 0o777, "can be written by every user (mode 777)"),
-        (True, 0o700, None),
         (True, 0o775, "can be written by its group (mode 775)"),
     ],
 )
 def test_cache_that_others_can_write_is_named(tmp_path, own, mode, refused):
     folder = tmp_path / "kernels"
     folder.mkdir()
-    folder.chmod(mode)
     environ = {name: str(tmp_path / name) for name in CACHES} | {CACHES[own]: str(folder)}
+    folder.chmod(0o700 if own else 0o775)
+    assert examined(environ).problems == []
+    folder.chmod(mode)
     report = examined(environ)
     (state,) = [state for state in report.caches if state.exists]
-    if refused is None:
-        assert (report.problems, state.problem) == ([], "")
-        return
     assert [problem.what for problem in report.problems] == [f"{state.role} {folder} is not used"]
     assert f"{folder} {refused}" in report.problems[0].remedy and refused in state.problem
     assert bool(examined(environ | {"SONIC_MOE_TRUST_CACHE": "1"}).problems) == own
-
-
-def test_a_cache_that_takes_no_kernels_is_named_and_nothing_is_created(tmp_path, monkeypatch):
-    cache, local = tmp_path / "cache", tmp_path / "new" / "local"
-    cache.mkdir()
-    environ = dict(zip(CACHES, map(str, (cache, local)), strict=True))
-    report = examined(environ)
-    assert [(state.exists, state.problem) for state in report.caches] == [(True, ""), (False, "")]
-    assert report.problems == [] and list(tmp_path.rglob("*")) == [cache]
-    real = os.open
-
-    def read_only(path, *rest):
-        if str(path).startswith(str(cache)):
-            raise OSError(errno.EROFS, "Read-only file system")
-        return real(path, *rest)
-
-    monkeypatch.setattr(os, "open", read_only)
-    found = examined(environ)
-    words = "Read-only file system (EROFS)"
-    assert [state.problem for state in found.caches] == [words, ""]
-    assert messages(found) == [("warning", f"cache {cache} takes no kernels: {words}")]
 
 
 def test_without_any_framework():
@@ -435,14 +407,10 @@ def test_a_gpu_is_recognised_by_any_part_of_its_driver(sign, tmp_path, monkeypat
 
 
 @pytest.mark.paddle
-@pytest.mark.parametrize("without", [(), ("torch",)], ids=["beside torch", "without torch"])
-def test_paddle(without, in_empty_cache):
-    choice = "auto" if without else "paddle"
-    result = run_doctor("--json", "--framework", choice, without=without)
+def test_paddle_without_torch():
+    result = run_doctor("--json", without=("torch",))
     found = json.loads(result.stdout)
     assert result.returncode == 0, found["problems"]
-    # Paddle itself would import PyTorch, which takes as long as all the rest.
-    assert result.stderr.splitlines()[-1] == "False"
     assert found["framework"] == "paddle"
     assert found["engine"] == "reference"
     assert [check["tensor"] for check in found["self_test"]] == 2 * TENSORS
