@@ -2,25 +2,19 @@
 
 import io
 import json
-import os
 import re
 import sys
 import time
 from pathlib import Path
 
-import processes
 import pytest
-from worlds import ROOT
+from click.testing import CliRunner
 
+from sonicmoe import frameworks
 from sonicmoe.cli import screen
+from sonicmoe.cli.main import main
 from sonicmoe.cli.screen import Activity
-from sonicmoe.frameworks import choose
 
-PATIENCE = """
-import importlib
-for name in ("screen", "doctor"):
-    importlib.import_module(f"sonicmoe.cli.{name}").PATIENCE_S = 0.02
-"""
 SMALL = {
     "train": f"--data {__file__} --steps 2 --layers 2 --hidden 16 --heads 2 --experts 2 --topk 1 "
     "--intermediate 16 --seq-len 8 --batch 2 --precision fp32",
@@ -88,23 +82,26 @@ def test_a_stderr_that_cannot_be_written_costs_nothing(closed, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("command", SMALL)
-def test_every_command_says_what_it_is_at_and_stdout_holds_the_result(command, tmp_path):
+def test_every_command_says_what_it_is_at_and_stdout_holds_the_result(
+    command, tmp_path, monkeypatch
+):
     """And which framework it took, where both are installed."""
-    words = [command, *SMALL[command].split(), "--json"]
-    program = (
-        f"{PATIENCE}\nfrom sonicmoe.cli.main import main\nmain({words!r}, standalone_mode=False)"
-    )
-    caches = dict.fromkeys(("SONIC_MOE_CACHE_DIR", "SONIC_MOE_LOCAL_CACHE_DIR"), str(tmp_path))
-    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{processes.TESTS}", **caches}
-    done = processes.run(["-c", program], {**variables, "COLUMNS": "200"}, tmp_path, timeout=240)
-    assert done.returncode == 0, done.stderr
+    for name in ("screen", "doctor"):
+        monkeypatch.setattr(f"sonicmoe.cli.{name}.PATIENCE_S", 0.003)
+    for name in ("SONIC_MOE_CACHE_DIR", "SONIC_MOE_LOCAL_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(frameworks, "_bound", lambda: None)  # as in a new process
+    done = CliRunner().invoke(main, [command, *SMALL[command].split(), "--json"])
+    assert done.exit_code == 0, done.stderr
     found, stderr = json.loads(done.stdout), done.stderr
     assert isinstance(found, dict)
     assert "\x1b" not in stderr and "\r" not in stderr
     assert re.search(f"^.*{SO_FAR}$", stderr, re.MULTILINE)
     name = {"train": "importing torch and building the model"}.get(command, command)
     assert re.search(rf"^{name} took \d+ s$", stderr, re.MULTILINE)
-    choice = choose()
+    choice = frameworks.choose()
     if choice.other is None or command == "bench":  # which measures with PyTorch alone
         return
     assert choice.name == "torch", "on this machine the rule picks PyTorch"
