@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +27,8 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Recipe:
-    """What must hold on the copy: files of tests pass, those of them that `asked` selects; the test
-    `follows` of a page fails; a program ends well.
+    """What must hold on the copy: files of tests pass, those of them that `asked` selects, and so does a
+    program as one more test; the test `follows` of a page fails.
     """
 
     tests: tuple[str, ...]
@@ -86,12 +87,10 @@ z = torch.randn((5, 12), dtype=torch.float64)
 gate, up = z[:, ::2], z[:, 1::2]
 by_hand = gate / (1 + torch.exp(-1.702 * gate)) * up
 assert torch.allclose(activate(z, new), by_hand)
-# The tests of the device code list its structs by hand.
-path = "tests/kernels/test_sm90_activations.py"
-text = open(path).read()
-case = '"qgeglu": (ActivationType.QGEGLU, "QuickGelu", {}),'
-open(path, "w").write(text.replace("CASES = {", "CASES = {" + case, 1))
 """
+# The tests of the device code list its structs by hand.
+DEVICE_CODE = "tests/kernels/test_sm90_activations.py"
+DEVICE_CASE = '"qgeglu": (ActivationType.QGEGLU, "QuickGelu", {}),'
 ENGINE_TESTS = "tests/engine/test_capabilities.py"
 RECIPES = {
     "A new flag": Recipe(
@@ -179,18 +178,21 @@ def test_a_recipe(name: str, tmp_path: Path) -> None:
     recipe, tree = RECIPES[name], copy_of_the_tree(tmp_path)
     for step in steps(name):
         carry_out(step, tree)
-    ran = python(tree, "-c", f"import os\n{recipe.program}")
-    assert ran.returncode == 0, ran.stderr
-    asked = f"{recipe.asked} or {recipe.follows}" if recipe.tests else recipe.follows
-    files = dict.fromkeys((*recipe.tests, recipe.page))
+    if DEVICE_CODE in recipe.tests:
+        text = (tree / DEVICE_CODE).read_text()
+        (tree / DEVICE_CODE).write_text(text.replace("CASES = {", f"CASES = {{{DEVICE_CASE}", 1))
+    program = textwrap.indent(recipe.program, "    ")
+    (tree / "tests" / "test_the_program.py").write_text(f"import os\ndef test_it():{program}")
+    asked = " or ".join(filter(None, ("test_the_program", recipe.asked, recipe.follows)))
+    files = dict.fromkeys((*recipe.tests, recipe.page, "tests/test_the_program.py"))
     options = ("-m", "pytest", "-p", "no:cacheprovider", "-rpfE", "-k", asked)
     done = python(tree, *options, *files)
     ends = re.findall(r"^(PASSED|FAILED|ERROR) (\S+)::(.*)", done.stdout, flags=re.M)
     # The tests of the page fail, because it has to list the new thing, and no other test does.
     for_page = [(end, path == recipe.page and recipe.follows in name) for end, path, name in ends]
-    assert set(for_page) == {("FAILED", True), *([("PASSED", False)] if recipe.tests else [])}, (
-        done.stdout + done.stderr
-    )
+    assert set(for_page) == {("FAILED", True), ("PASSED", False)}, done.stdout + done.stderr
+    passed = {path.partition("::")[0] for end, path, _ in ends if end == "PASSED"}
+    assert passed >= {"tests/test_the_program.py", *recipe.tests} - {recipe.page}
 
 
 def test_a_new_activation_changes_five_files_of_the_package() -> None:

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import processes
-import pytest
 from processes import ROOT
 
 from sonicmoe.cli.main import COMMANDS, module_of
@@ -96,14 +95,7 @@ def test_no_function_imports_torch() -> None:
         and (lines := lazy_torch_imports(path.read_text(encoding="utf-8")))
     }
     assert found == {}
-
-
-def test_lazy_import_is_recognised() -> None:
-    for source, lines in (
-        ("import torch\ndef f():\n    if x:\n        from torch.nn import functional\n    import torchvision\n", [4]),
-        ("class C:\n    async def f(self):\n        import torch as t\n", [3]),
-    ):  # fmt: skip
-        assert lazy_torch_imports(source) == lines
+    assert all(lazy_torch_imports(path.read_text(encoding="utf-8")) for path in LAZY_TORCH_ALLOWED)
 
 
 @cache
@@ -195,21 +187,8 @@ def test_files_import_from_their_own_layer_and_below() -> None:
         and (upward := upward_imports(path, path.read_text(encoding="utf-8")))
     }
     assert found == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("from ..engine import interface", ["sonicmoe/engine/interface.py"]),
-        ("def f():\n    from ..weights.cache import WeightCache", ["sonicmoe/weights/cache.py"]),
-        ("from sonicmoe.diagnostics.formulas import compute", ["sonicmoe/diagnostics/formulas.py"]),
-        ("import ernie_compat.trainer", ["ernie_compat/trainer.py"]),
-        ("from .recipes import iso\nfrom ..kernels import cuda_quantize\nimport torch", []),
-        ("if TYPE_CHECKING:\n    from ..engine import interface", []),
-    ],
-)
-def test_an_upward_import_is_recognised(source: str, found: list[str]) -> None:
-    assert upward_imports(PACKAGE / "quant" / "gpu.py", source) == found
+    above = "def f():\n    from ..engine import interface"
+    assert upward_imports(PACKAGE / "quant" / "gpu.py", above) == ["sonicmoe/engine/interface.py"]
 
 
 def import_graph(sources: Mapping[Path, str]) -> dict[Path, set[Path]]:
@@ -236,30 +215,8 @@ def test_no_import_leads_back_to_where_it_came_from() -> None:
     sources = {path: path.read_text(encoding="utf-8") for path in product_files()}
     sources.pop(PACKAGE / "__init__.py")  # its names are loaded on first use
     assert import_cycles(import_graph(sources)) == []
-
-
-@pytest.mark.parametrize(
-    "back",
-    [
-        "from .recipes import iso",
-        "def g():\n    from . import recipes",
-        "if TYPE_CHECKING:\n    from sonicmoe.quant.recipes import Recipe",
-    ],
-    ids=["eager", "lazy", "types"],
-)
-def test_an_import_cycle_is_recognised(back: str) -> None:
-    """Of three files; the fourth imports one of them, and none imports it."""
-    texts = {
-        "format": back,
-        "recipes": "from .reference import quantize",
-        "reference": "import sonicmoe.quant.format",
-        "tokens": "from . import format",
-    }
-    graph = import_graph({PACKAGE / f"quant/{name}.py": text for name, text in texts.items()})
-    cycle = [f"sonicmoe/quant/{name}.py" for name in ("format", "recipes", "reference")]
-    assert import_cycles(graph) == [cycle]
-    graph[PACKAGE / "quant/reference.py"] = set()
-    assert import_cycles(graph) == []
+    sources[PACKAGE / "errors.py"] += "def f():\n    from . import moe"
+    assert "sonicmoe/errors.py" in import_cycles(import_graph(sources))[0]
 
 
 def folder_of(path: Path) -> Path:
@@ -283,14 +240,5 @@ def test_no_folder_imports_one_that_imports_it() -> None:
     sources = {path: path.read_text(encoding="utf-8") for path in product_files()}
     sources.pop(PACKAGE / "__init__.py")
     assert import_cycles(folder_graph(sources)) == []
-
-
-def test_a_cycle_of_folders_is_recognised() -> None:
-    sources = {
-        PACKAGE / "quant" / "a.py": "def f():\n    from ..routing import ids",
-        PACKAGE / "routing" / "ids.py": "",
-        PACKAGE / "routing" / "b.py": "from ..quant.recipes import RECIPES",
-        PACKAGE / "moe.py": "from .routing import b\nfrom .diagnostics import capture",
-        PACKAGE / "diagnostics" / "capture.py": "from .. import moe",
-    }
-    assert import_cycles(folder_graph(sources)) == [["sonicmoe/quant", "sonicmoe/routing"]]
+    sources[PACKAGE / "quant" / "gpu.py"] += "def f():\n    from ..engine import select"
+    assert "sonicmoe/quant" in import_cycles(folder_graph(sources))[0]

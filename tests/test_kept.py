@@ -1,59 +1,12 @@
-"""What tests compile is kept: found again, made anew where a text changed or a file broke, and there is
-a rule for when all variants of the kernels are due.
-"""
+"""The gate: when all variants of the kernels are due, what a run writes down, and what ends it."""
 
 from __future__ import annotations
 
-import ctypes
-import shutil
 import subprocess
 import sys
 
-import kept
 import pytest
 from processes import ROOT, of_checkout
-
-from sonicmoe.jit import CompileCache
-
-TEXT = '#include "number.hpp"\nextern "C" int number() { return NUMBER; }\n'
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_a_library_is_built_once_and_anew_where_a_header_changed_or_the_file_broke(
-    tmp_path, monkeypatch
-):
-    cache, header = CompileCache(tmp_path / "kept", tmp_path / "local"), tmp_path / "number.hpp"
-    built = []
-    compile_shared = kept.compile_shared
-
-    def counting(library, *arguments):
-        built.append(library)
-        compile_shared(library, *arguments)
-
-    monkeypatch.setattr(kept, "compile_shared", counting)
-
-    def number(value):
-        header.write_text(f"#define NUMBER {value}\n")
-        flags = f"-I{tmp_path}", "-O1"
-        library = kept.shared_object(cache, "number", TEXT, *flags, headers=[header])
-        return ctypes.CDLL(str(library)).number(), library
-
-    first, library = number(1)
-    assert (first, number(1)[0], len(built)) == (1, 1, 1)
-    assert (number(2)[0], number(1)[0], len(built)) == (2, 1, 2)
-    with library.open("ab") as file:
-        file.write(b"broken")
-    assert (number(1)[0], len(built)) == (1, 3)
-
-
-def test_the_directory_moves_by_a_variable_and_only_what_is_in_it_is_removed(tmp_path):
-    beside = tmp_path / "somebody's"
-    (tmp_path / "artefacts" / "made").mkdir(parents=True)
-    beside.touch()
-    program = ROOT / "tests" / "kept.py"
-    done = of_checkout(program, SONICMOE_TEST_CACHE=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert list(tmp_path.iterdir()) == [beside]
 
 
 @pytest.fixture
@@ -102,9 +55,7 @@ def test_kernels_are_due_where_they_changed_or_nobody_knows(due):
     assert due.reason() is None
 
 
-def test_kernels_are_due_where_their_artefacts_are_at_hand_or_those_of_another_state(
-    due, monkeypatch
-):
+def test_kernels_are_due_where_those_of_some_state_are_at_hand(due, monkeypatch):
     due.commit(kernel="1")
     due.commit(page="words")
     monkeypatch.setattr(due, "find_toolkit", lambda: None)
@@ -135,57 +86,39 @@ def test_a_run_writes_down_how_it_ended(tmp_path):
     assert said[-1].startswith("1 failed, 1 passed in ")
 
 
-class TestTheGate:
-    """`.ci/run` over a `make` that only writes down what a stage found."""
-
-    MAKE = """#!/bin/sh
-echo "make $*" >> asked
+# `make` writes down what a stage found, and fails where it is asked to.
+MAKE = """#!/bin/sh
 case "$*" in kernels*) name=kernels;; *) name=tests;; esac
 echo '{"counts": {"passed": 3}, "seconds": 1.5, "not_run": []}' > "$SONICMOE_TEST_RESULTS/$name.json"
 case "$*" in $FAILS) exit 2;; esac
 """
 
-    @pytest.fixture
-    def gate(self, tmp_path):
-        for name in (".ci/run", "tests/results.py"):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            shutil.copy(ROOT / name, tmp_path / name)
-        for name, text in (
-            ("bin/make", self.MAKE),
-            (".venv/bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
-        ):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-            (tmp_path / name).chmod(0o755)
-        (tmp_path / "tools" / "ci").mkdir(parents=True)
 
-        def run(due, **variables):
-            (tmp_path / "tools/ci/kernels_due.py").write_text(f"raise SystemExit({int(not due)})\n")
-            env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "FAILS": "nothing", **variables}
-            done = subprocess.run(
-                ["bash", ".ci/run"],
-                cwd=tmp_path,
-                env=env,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            return (
-                done.returncode,
-                done.stdout.splitlines(),
-                (tmp_path / "asked").read_text().splitlines(),
-            )
-
-        return run
-
-    def test_runs_what_is_due_and_ends_with_the_counts(self, gate):
-        code, said, asked = gate(due=False)
-        assert (code, said[-1], asked) == (0, "3 passed in 1.50s", ["make test ALSO=doors"])
-        code, said, asked = gate(due=True)
-        assert (code, said[-1]) == (0, "6 passed in 1.50s")
-        assert [line.split()[1] for line in asked[1:]] == ["test", "kernels", "kernels"]
-
-    @pytest.mark.parametrize("fails", ["test*", "kernels*worksteal", "*every-variant"])
-    def test_a_stage_that_fails_is_its_exit_code(self, gate, fails):
-        code, said, _ = gate(due=True, FAILS=fails)
-        assert code == 2 and said[-1].endswith("passed in 1.50s")
+@pytest.mark.parametrize(
+    ("due", "fails", "code", "passed"),
+    [
+        (False, "nothing", 0, 3),
+        (True, "nothing", 0, 6),
+        (True, "test*", 2, 3),
+        (True, "kernels*worksteal", 2, 6),
+        (True, "*every-variant", 2, 6),
+    ],
+)
+def test_the_gate_runs_what_is_due_and_ends_with_the_counts(tmp_path, due, fails, code, passed):
+    files = {
+        ".ci/run": (ROOT / ".ci/run").read_text(),
+        "tests/results.py": (ROOT / "tests/results.py").read_text(),
+        "bin/make": MAKE,
+        ".venv/bin/python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+        "tools/ci/kernels_due.py": f"raise SystemExit({int(not due)})\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "FAILS": fails}
+    done = subprocess.run(
+        ["bash", ".ci/run"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout.splitlines()[-1] == f"{passed} passed in 1.50s"
