@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,18 +134,10 @@ def test_bad_values_are_refused_by_both_doors(flag: Flag[Any], set_flags: SetFla
 
 @each_flag
 def test_value_of_a_wrong_type_names_the_field(flag: Flag[Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"SonicMoEConfig\.{flag.field} got .*object.*; needed: "
-    ):
-        SonicMoEConfig(**{flag.field: object()})
-
-
-@pytest.mark.parametrize(
-    "field", ["fp8_mode", "recipe", "save_z", "engine", "cache_dir", "lock_timeout_s"]
-)
-def test_boolean_is_no_value_of_a_named_setting(field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"SonicMoEConfig\.{field} got True"):
-        SonicMoEConfig(**{field: True})
+    for value in (object(), *([] if isinstance(flag.default, bool) else [True])):
+        words = rf"SonicMoEConfig\.{flag.field} got {re.escape(repr(value))}.*; needed: "
+        with pytest.raises(ConfigError, match=words):
+            SonicMoEConfig(**{flag.field: value})
 
 
 @each_flag
@@ -162,17 +153,11 @@ def test_precedence(flag: Flag[Any], set_flags: SetFlags) -> None:
     assert getattr(current_config(), flag.field) == value
 
 
-def test_explicit_configuration_hides_the_activated_one() -> None:
-    with SonicMoEConfig(recompute_z=True, save_z="e4m3").activate():
-        resolved = current_config(SonicMoEConfig(save_z="bf16"))
-        assert resolved.save_z is ZCode.BF16
-        assert resolved.recompute_z is False
-
-
 def test_activations_nest_and_end_with_their_block() -> None:
-    outer, inner = SonicMoEConfig(save_z="e4m3"), SonicMoEConfig(save_z="bf16")
+    outer, inner = SonicMoEConfig(recompute_z=True, save_z="e4m3"), SonicMoEConfig(save_z="bf16")
     with outer.activate() as entered:
-        assert entered is outer
+        assert entered is outer and current_config().recompute_z
+        assert not current_config(inner).recompute_z, "an explicit one hides the activated one"
         with pytest.raises(RuntimeError, match="inside"), inner.activate():
             assert current_config().save_z is ZCode.BF16
             raise RuntimeError("inside")
@@ -270,15 +255,3 @@ def test_configurations_are_values() -> None:
 def test_env_page_is_up_to_date() -> None:
     result = processes.of_checkout(ROOT / "tools" / "ci" / "generate_env_docs.py", "--check")
     assert result.returncode == 0, result.stderr
-
-
-def test_outdated_env_page_is_refused(tmp_path: Path) -> None:
-    """The same script on a copy of the page with one flag renamed."""
-    for path in ("tools/ci/generate_env_docs.py", "docs/env.md"):
-        (tmp_path / path).parent.mkdir(parents=True)
-        shutil.copyfile(ROOT / path, tmp_path / path)
-    page = tmp_path / "docs/env.md"
-    page.write_text(page.read_text().replace("FP8_SAVE_Z", "FP8_SAVED_Z"))
-    result = processes.of_checkout(tmp_path / "tools/ci/generate_env_docs.py", "--check")
-    assert result.returncode == 1
-    assert "docs/env.md is out of date: run `make docs`" in result.stderr

@@ -19,10 +19,7 @@ from click.testing import CliRunner
 import sonicmoe.cli.warmup as warmup_module
 import sonicmoe.jit_warmup as jit_warmup_module
 from sonicmoe import host
-from sonicmoe.architectures import (
-    DEFAULT_ARCH,
-    chosen_arch,
-)
+from sonicmoe.architectures import DEFAULT_ARCH, chosen_arch
 from sonicmoe.cli.main import main
 from sonicmoe.errors import ConfigError
 from sonicmoe.host import capabilities_of_host, require_memory
@@ -71,29 +68,23 @@ def library(tmp_path: Path) -> Callable[..., str]:
     return build
 
 
-def test_every_gpu_of_the_host_is_asked(library: Callable[..., str]) -> None:
+def test_every_gpu_of_the_host_is_asked(library: Callable[..., str], tmp_path: Path) -> None:
     path = library((9, 0), (12, 0))
     assert capabilities_of_host(path) == ((9, 0), (12, 0))
     assert ctypes.CDLL(path).fake_users() == 0, "NVML is closed again"
     assert capabilities_of_host(library((9, 0), (9, 0), (9, 0), LOST=1)) == ((9, 0), (9, 0))
-
-
-def test_a_host_without_an_answer_has_no_gpus(library: Callable[..., str], tmp_path: Path) -> None:
+    # A host without an answer has none.
     assert capabilities_of_host(str(tmp_path / "absent.so")) == ()
     assert capabilities_of_host(library()) == ()
     assert capabilities_of_host(library((9, 0), FAILS=9)) == ()
     assert capabilities_of_host(library((9, 0), OLD=1)) == ()
 
 
-def test_gpus_of_one_architecture_decide_and_others_are_refused() -> None:
+def test_gpus_of_one_architecture_or_a_named_one_that_something_runs_on_decide() -> None:
     assert chosen_arch(None, ()) == DEFAULT_ARCH
     assert chosen_arch(None, [(10, 3), (10, 3)]) == "sm_103a"
     with pytest.raises(ConfigError, match="GPUs of sm_120a and sm_90a; needed: one of them"):
         chosen_arch(None, [(9, 0), (12, 0)])
-
-
-def test_a_named_architecture_is_one_that_something_runs_on() -> None:
-    assert chosen_arch(None, [(10, 0)]) == "sm_100a"
     assert chosen_arch("sm_90a", [(10, 0)]) == "sm_90a"
     assert chosen_arch("sm_75", [(7, 5)]) == "sm_75"  # of this host, in no table
     with pytest.raises(

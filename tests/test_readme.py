@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import struct
+import sys
 import tomllib
 from pathlib import Path
 
@@ -82,16 +83,22 @@ def examples() -> dict[str, str]:
         ("PyTorch", "torch"),
     ],
 )
-def test_example_runs_and_trains(heading: str, framework: str, tmp_path: Path) -> None:
+def test_example_runs_and_trains(
+    heading: str, framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"needs {framework}")
     example, model = examples()[heading], '"Qwen/Qwen3-30B-A3B"'
     if framework == "transformers":
         assert example.count(model) == 1
         example = SMALL_MODEL + example.replace(model, "sys.argv[1]")
-    program = f"{example}\n{HOLDS[framework]}print('trained')\n"
-    result = processes.run(["-c", program, str(tmp_path)], environment(), ROOT, timeout=240)
-    assert result.stdout.endswith("trained\n"), result.stderr
+    program = f"{example}\n{HOLDS[framework]}"
+    if framework != "paddle":
+        monkeypatch.setattr(sys, "argv", ["example.py", str(tmp_path)])
+        exec(program, {})
+        return
+    result = processes.run(["-c", program], environment(), ROOT, timeout=240)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_pages_of_the_front_door_are_short() -> None:
@@ -223,6 +230,5 @@ def too_wide(page: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_prose_is_wrapped(page: str) -> None:
-    assert too_wide(page) == []
+def test_prose_is_wrapped() -> None:
+    assert {page: lines for page in PAGES if (lines := too_wide(page))} == {}

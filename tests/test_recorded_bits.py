@@ -21,12 +21,5 @@ def test_another_bit_is_named_with_its_case(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOL.parent))
     import recorded_bits
 
-    found = {"one": {"out": "0", "dx": "1"}, "two": {"out": "2"}}
-    wanted = {"one": {"out": "0", "dx": "f"}, "three": {"out": "3"}}
-    assert recorded_bits.differences(found, wanted, "here") == [
-        "here: no longer computed: three",
-        "here: other bits in dx: one",
-        "here: not recorded: two",
-    ]
-    assert recorded_bits.differences(found, found, "here") == []
-    assert recorded_bits.unpacked(recorded_bits.packed(found)) == found
+    found, wanted = {"one": {"out": "0", "dx": "1"}}, {"one": {"out": "0", "dx": "f"}}
+    assert recorded_bits.differences(found, wanted, "here") == ["here: other bits in dx: one"]
