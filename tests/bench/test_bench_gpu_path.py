@@ -4,9 +4,8 @@ what, what becomes of a trace, and the sustained rows with their power and energ
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from sonicmoe.bench.power import Meter, mean_watts
 from sonicmoe.bench.shapes import Shape
 from sonicmoe.bench.tables import notes, result_table
 from sonicmoe.bench.timing import AHEAD, profile_steps, sustain, time_steps
+from sonicmoe.bench.trace import Kernel
 from sonicmoe.bench.workload import Batch, Layer, NodeCall, Stack, Variant
 from sonicmoe.enums import EngineName
 
@@ -31,75 +31,54 @@ def result(**fields):
     return Result(TINY, "hopper:perf", True, True, **fields)
 
 
-class FakeCuda:
-    """A GPU whose clock is a counter of the calls made: every event, synchronisation and step takes
-    one millisecond.
-    """
-
-    def __init__(self, monkeypatch):
-        self.log = []
-        fakes = {
-            "synchronize": lambda *_: self.log.append("sync"),
-            "Event": lambda enable_timing: FakeEvent(self),
-            "get_device_properties": lambda _: SimpleNamespace(uuid=UUID),
-        }
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-
-
-class FakeEvent:
-    """Its time is the length of the log when it was recorded; whoever waits for it lets the host
-    stay ahead.
-    """
-
-    def __init__(self, gpu):
-        self._gpu, self.at = gpu, None
-
-    def record(self):
-        self._gpu.log.append("event")
-        self.at = len(self._gpu.log)
-
-    def synchronize(self):
-        assert self._gpu.log[self.at :].count("event") == AHEAD
-
-    def elapsed_time(self, later):
-        return float(later.at - self.at)
-
-
 @pytest.fixture
-def gpu(monkeypatch):
-    return FakeCuda(monkeypatch)
+def log(monkeypatch):
+    """The calls made to a GPU whose clock is their number: each takes one millisecond."""
+    calls = []
+
+    class Event:
+        """Its time is the length of the log when it was recorded; whoever waits for it lets the host
+        stay ahead.
+        """
+
+        def __init__(self, enable_timing):
+            self.at = 0
+
+        def record(self):
+            calls.append("event")
+            self.at = len(calls)
+
+        def synchronize(self):
+            assert calls[self.at :].count("event") == AHEAD
+
+        def elapsed_time(self, later):
+            return float(later.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("sync"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return calls
 
 
-class FakeStack:
-    """Two layers; a step is one entry in the log and launches three kernels that overlap: 10, 12
-    and 14 us long, 5 us apart.
-    """
-
-    layers = 2
-
-    def __init__(self, gpu):
-        self._gpu = gpu
-
-    def run(self):
-        self._gpu.log.append("step")
-        if FakeProfiler.running is not None:
-            began = 100.0 * sum(entry == "step" for entry in self._gpu.log)
-            for n in range(3):
-                FakeProfiler.running.add("kernel", "k", began + 5 * n, 10.0 + 2 * n)
-
-
-def test_steady_steps_follow_each_other_and_the_gpu_never_waits_for_the_host(gpu):
+def test_steady_steps_follow_each_other_and_the_gpu_never_waits_for_the_host(log):
     # Two clock ticks a step of two layers.
-    assert time_steps(FakeStack(gpu), 4, "cuda:0") == 4 * [1000.0]
-    assert gpu.log == [*5 * ["step", "event"], "sync"]
+    stack = SimpleNamespace(layers=2, run=lambda: log.append("step"))
+    assert time_steps(stack, 4, "cuda:0") == 4 * [1000.0]
+    assert log == [*5 * ["step", "event"], "sync"]
 
 
-def test_steady_busy_time_counts_overlap_once_and_leaves_out_the_first_step(profiler, gpu):
-    assert profile_steps(FakeStack(gpu), 3) == 12.0  # from 0 to 24 us, over two layers
-    assert gpu.log == ["step", "sync", "step", "step", "step", "sync"]
-    idle = SimpleNamespace(layers=2, run=lambda: None)
-    assert profile_steps(idle, 3) is None, "the driver lets nobody profile"
+def test_steady_busy_time_counts_overlap_once_and_leaves_out_the_first_step(log, monkeypatch):
+    """Each step launches three kernels that overlap: 10, 12 and 14 us long, 5 us apart."""
+    spans = [(100 * step + 5 * n, 10 + 2 * n) for step in range(3) for n in range(3)]
+    kernels = [Kernel("k", start, us, "", "") for start, us in spans]
+    profiler = lambda activities: nullcontext(log.append("profiled"))  # noqa: E731
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    monkeypatch.setattr(timing, "trace_of", lambda _: None)
+    monkeypatch.setattr(timing, "kernels_of", lambda _: kernels)
+    stack = SimpleNamespace(layers=2, run=lambda: log.append("step"))
+    assert profile_steps(stack, 3) == 12.0  # from 0 to 24 us, over two layers
+    assert log == ["step", "sync", "profiled", "step", "step", "step", "sync"]
+    kernels.clear()
+    assert profile_steps(stack, 3) is None, "the driver lets nobody profile"
 
 
 def test_a_stack_computes_what_its_calls_compute():
@@ -121,78 +100,28 @@ def test_a_stack_computes_what_its_calls_compute():
         assert a.down_proj.weight.main_grad.abs().sum() > 0
 
 
-class FakeProfiler:
-    """Its trace has what ranges and stacks added while it ran."""
-
-    running = None
-
-    def __init__(self, activities):
-        self.events = []
-
-    def __enter__(self):
-        FakeProfiler.running = self
-        return self
-
-    def __exit__(self, *_):
-        FakeProfiler.running = None
-
-    def add(self, category, name, start, duration, **arguments):
-        event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "tid": 1}
-        self.events.append({**event, "args": arguments})
-
-    def export_chrome_trace(self, path):
-        Path(path).write_text(json.dumps({"traceEvents": self.events}))
-
-
-@pytest.fixture
-def profiler(gpu, monkeypatch):
-    monkeypatch.setattr(torch.profiler, "profile", FakeProfiler)
-
-
-class NVMLError(Exception):
-    """As nvidia-ml-py raises it."""
-
-
-@pytest.fixture
-def board(gpu, monkeypatch):
-    """`board(reason)` installs nvidia-ml-py with a board that draws 700 W, whose counter moves
-    every 10 ms, or that is broken for a reason; returns the log of users.
-    """
+def test_every_quantity_comes_in_the_units_of_its_name(monkeypatch):
+    """Of a board that draws 700 W, whose counter moves every 10 ms."""
     monkeypatch.setattr(power, "INTERVAL_S", 0.001)
-
-    def install(reason=None):
-        users = []
-
-        def energy(handle):
-            if reason is not None:
-                raise NVMLError(reason)
-            return 2**33 + 10 * WATTS * (time.perf_counter_ns() // 10_000_000)
-
-        nvml = SimpleNamespace(
-            NVML_CLOCK_SM=1,
-            NVMLError=NVMLError,
-            nvmlInit=lambda: users.append("in"),
-            nvmlShutdown=lambda: users.append("out"),
-            nvmlDeviceGetHandleByUUID={f"GPU-{UUID}": "board"}.__getitem__,
-            nvmlDeviceGetEnforcedPowerLimit={"board": 650_000}.__getitem__,
-            nvmlDeviceGetTotalEnergyConsumption=energy,
-            nvmlDeviceGetClockInfo=lambda handle, kind: {("board", 1): 1530}[handle, kind],
-        )
-        monkeypatch.setattr(power, "pynvml", nvml)
-        return users
-
-    return install
-
-
-def read(device="cuda:0", seconds=0.0):
-    with Meter(device) as meter:
-        time.sleep(seconds)
-    return meter.reading()
-
-
-def test_every_quantity_comes_in_the_units_of_its_name(board):
-    users = board()
-    reading = read(seconds=0.5)
+    users = []
+    nvml = SimpleNamespace(
+        NVML_CLOCK_SM=1,
+        NVMLError=OSError,
+        nvmlInit=lambda: users.append("in"),
+        nvmlShutdown=lambda: users.append("out"),
+        nvmlDeviceGetHandleByUUID={f"GPU-{UUID}": "board"}.__getitem__,
+        nvmlDeviceGetEnforcedPowerLimit={"board": 650_000}.__getitem__,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: (
+            2**33 + 10 * WATTS * (time.perf_counter_ns() // 10_000_000)
+        ),
+        nvmlDeviceGetClockInfo=lambda handle, kind: {("board", 1): 1530}[handle, kind],
+    )
+    monkeypatch.setattr(power, "pynvml", nvml)
+    of_gpu = lambda _: SimpleNamespace(uuid=UUID)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", of_gpu)
+    with Meter("cuda:0") as meter:
+        time.sleep(0.5)
+    reading = meter.reading()
     assert reading == PowerReading(1530.0, reading.watts, 650.0) and users == ["in", "out"]
     assert reading.watts == pytest.approx(WATTS, rel=0.1)
     # Nobody knows when the counter's first value was new.

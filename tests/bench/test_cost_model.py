@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.test_bench_command import PERF, no_gpu  # noqa: F401
+from bench.test_bench_command import PERF, few_layers  # noqa: F401
 from click.testing import CliRunner
 from matplotlib.figure import Figure
 from worlds import ROOT

@@ -26,12 +26,6 @@ from sonicmoe.errors import ConfigError, ShapeError
 TINY = Shape(24, 64, 64, 4, 2)
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    """These tests are about the machine without one, also where there is one."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
 def run(*arguments):
     return CliRunner().invoke(main, ["bench", *arguments])
 
@@ -55,6 +49,10 @@ def test_a_name_is_the_largest_measured_layer_of_the_model_in_any_case_and_with_
     for name in ("DeepSeek-V3", "deepseek-v3 EP8"):
         assert model_shape(name) == Shape(4096, 7168, 2048, 32, 8)
     assert all(nearest(each.shape) == each for each in MEASURED)
+    with pytest.raises(ConfigError, match=r"did you mean 'qwen3-30b-a3b'\?; needed: .*OLMoE-7B"):
+        model_shape("Qwen3-30B-A3")
+    with pytest.raises(ConfigError, match="is no file"):
+        model_shape("no/such/config.json")
     out = run("--list").stdout
     assert all(each.model in out for each in MEASURED)
 
@@ -92,13 +90,6 @@ def test_a_file_that_is_no_such_config_says_what_is_missing(text, error, words, 
     path.write_text(text)
     with pytest.raises(error, match=words):
         model_shape(str(path))
-
-
-def test_an_unknown_name_is_answered_with_the_nearest_one():
-    with pytest.raises(ConfigError, match=r"did you mean 'qwen3-30b-a3b'\?; needed: .*OLMoE-7B"):
-        model_shape("Qwen3-30B-A3")
-    with pytest.raises(ConfigError, match="is no file"):
-        model_shape("no/such/config.json")
 
 
 def test_the_coefficients_are_those_of_the_fits():
@@ -195,7 +186,10 @@ def test_stock_computes_what_this_package_computes():
         assert (theirs - own).norm() <= 0.02 * own.norm()
 
 
-def test_every_way_is_timed_in_both_modes(monkeypatch):
+def test_every_way_is_timed_in_both_modes_and_one_that_cannot_run_says_why(monkeypatch):
+    def refuses(*tensors):
+        raise RuntimeError("strides of\nanother kind")
+
     monkeypatch.setattr(contest_module, "WARM_UPS", 1)
     monkeypatch.setattr(contest_module, "CALLS", 1)
     monkeypatch.setattr(contest_module, "CALLS_OF_WEIGHTS", {"new": 1, "kept": 1})
@@ -203,13 +197,6 @@ def test_every_way_is_timed_in_both_modes(monkeypatch):
     assert [way.name for way in found.ways] == ["stock", "BF16", "FP8"] and found.measured
     assert all(way.ran and way.refusal is None for way in found.ways)
     assert found.advice == found.lines[-1]
-
-
-def test_a_way_that_cannot_run_says_why_and_the_others_go_on(monkeypatch):
-    def refuses(*tensors):
-        raise RuntimeError("strides of\nanother kind")
-
-    monkeypatch.setattr(contest_module, "WARM_UPS", 1)
     monkeypatch.setattr(contest_module, "layers", lambda device: {
         "stock": refuses, "BF16": stock, "FP8": stock,
     })  # fmt: skip
