@@ -206,12 +206,12 @@ def test_commands(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Figure, "savefig", lambda f, *of, **how: drawn.append(f) or save(f, *of, **how)
     )
-    said = run("--fit", str(path), "--plot", str(tmp_path / "plots"))
+    said = run("--fit", str(path))
+    assert "hopper:perf on H200" in said and "TK*H*I" in said and "held-out" in said
+    data = json.loads(run("--fit", str(path), "--plot", str(tmp_path / "plots"), "--json"))
     # Dots have no label; the prediction between them has one.
     shown = [axis for axis in drawn[0].axes if axis.get_visible()]
     assert all(any(line.get_label()[0] != "_" for line in axis.lines) for axis in shown)
-    assert "hopper:perf on H200" in said and "TK*H*I" in said and "held-out" in said
-    data = json.loads(run("--fit", str(path), "--plot", str(tmp_path / "plots"), "--json"))
     model = data["hopper:perf on H200"]
     assert 0 < model["held_out_error"] < 3.8
     picture = Path(model["plot"])

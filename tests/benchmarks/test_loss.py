@@ -294,14 +294,6 @@ def test_the_pictures_show_the_figures_of_the_data() -> None:
         assert drawn in (data / f"loss_branches_{page.name}.png").read_bytes()
 
 
-def test_a_run_without_a_partner_is_no_figure(tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    append_run(path, made("fp8", 0, 1.01))
-    append_run(path, made("bf16", 1, 1.0))
-    assert "| 500 |" not in run("report", path)
-    assert [json.loads(line)["order"] for line in path.read_text().splitlines()] == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -3,15 +3,12 @@ refused in one line.
 """
 
 import dataclasses
-import os
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from damage import variants
 from numerics_cases import load_case, make_case
 
-from sonicmoe.cli.main import main
 from sonicmoe.diagnostics.cases import CaseSizes
 from sonicmoe.diagnostics.step_dump import Caller, StepSettings, save_dump
 from sonicmoe.errors import SonicMoEError
@@ -41,28 +38,3 @@ def test_a_damaged_file_is_read_or_refused(tmp_path, request):
         except Exception as error:
             pytest.fail(f"{kind}, case {number}: {type(error).__name__}: {error}")
     assert refused > count / 2
-
-
-@pytest.mark.parametrize("kind", ["objects", "bomb", "text", "directory", "fifo", "device", "NUL"])
-def test_a_foreign_file_is_one_line(tmp_path, kind):
-    path = tmp_path / "file.npz"
-    if kind == "objects":
-        np.savez(path, name=np.array("a"), x=np.array([object()]), allow_pickle=True)
-    elif kind == "bomb":  # a header that asks for more memory than any machine has
-        with path.open("wb") as file:
-            np.savez(file, name=np.array("a"), **{
-                name: np.zeros(1) for name in ("x", "probs", "w1", "w2", "dout", "indices")
-            })  # fmt: skip
-        small, huge = b"(1,), }" + b" " * 11, b"(999999999999,), }"
-        assert small in path.read_bytes()
-        path.write_bytes(path.read_bytes().replace(small, huge))
-    elif kind == "text":
-        path.write_text("hello")
-    elif kind == "directory":
-        path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
-    target = {"device": "/dev/zero", "NUL": "a\0b"}.get(kind, str(path))
-    result = CliRunner().invoke(main, ["bisect", target])
-    assert result.exit_code == 2, result.output
-    assert len(result.stderr.splitlines()) == 1 and result.stdout == ""

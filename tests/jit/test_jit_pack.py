@@ -211,18 +211,6 @@ def command(*arguments):
     return result.exit_code, result.output
 
 
-def test_the_command_from_one_cache_to_another(own_caches, jobs, every_model_needs):
-    every_model_needs(jobs(2))
-    path, target = own_caches.folder / "model.pack", own_caches.folder / "target"
-    sizes = ("--E", 8, "--H", 64, "--I", 64)
-    code, said = command(*sizes, "--pack", path)
-    assert code == 0 and f"2 kernels packed into {path}" in said.replace("\n", " ")
-    code, said = command("--unpack", path, "--cache-dir", target)
-    assert code == 0 and f"2 kernels for sm_90a from {path} in {target}" in said
-    code, _ = command(*sizes, "--cache-dir", target, "--check")
-    assert code == 0 and list((target / "warmed").glob("*.json"))
-
-
 def test_errors_of_the_command_are_one_line(own_caches, cache, jobs):
     absent = own_caches.folder / "absent.pack"
     for arguments, words in (

@@ -62,16 +62,6 @@ def test_a_rank_compiles_as_many_at_once_as_it_may(field):
     assert most_at_once(field.log.with_suffix(".times")) == LIMIT
 
 
-def test_another_rank_takes_over_from_one_that_was_killed(field):
-    (field.folder / "go").touch()
-    victim = start(field, seconds=60.0)
-    field.until(lambda: sum(field.builds().values()) == LIMIT)
-    other = start(field)
-    victim.kill()
-    assert set(other.answer()[0].values()) == {"built"}
-    assert sum(field.builds().values()) == JOBS + LIMIT
-
-
 def test_a_builder_that_hangs_is_named_and_holds_up_no_other_kernel(field):
     cache = CompileCache(field.root, field.local, lock_timeout_s=0.5)
     lock = field.root / "locks" / f"fake-{make_key(1).digest}.lock"

@@ -21,13 +21,6 @@ def test_same_key_is_built_once(field):
     assert list((field.root / "staging").iterdir()) == []
 
 
-def test_different_keys_do_not_wait_for_each_other(field):
-    slow = field.start(size=1, seconds=20.0)
-    field.until(lambda: field.builds() == {1: 1})
-    assert field.run(size=2)["seconds"] < 5
-    slow.kill()
-
-
 def test_kill_in_the_middle_of_a_build_then_restart(field):
     victim = field.start(seconds=60.0)
     field.until(lambda: any((field.root / "staging").glob("*/kernel.so")))

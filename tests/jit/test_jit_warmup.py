@@ -18,7 +18,7 @@ from sonicmoe.engine.capabilities import BF16, missing_package
 from sonicmoe.engine.compile_plan import plan, warm_up_plan
 from sonicmoe.enums import EngineName, ZCode
 from sonicmoe.errors import ConfigError, DeviceError
-from sonicmoe.jit import CompileCache, no_compile
+from sonicmoe.jit import no_compile
 from sonicmoe.jit.errors import CompileForbiddenError
 from sonicmoe.jit.plan import ModelSpec
 from sonicmoe.jit.warmup import SELECTED, check, read_records, warm_up
@@ -49,16 +49,6 @@ def test_everything_is_compiled_then_forbidden(cache, field):
         again = warm_up(SPEC, cache, compile_jobs=jobs)
         assert set(states(again.kernels).values()) == {"cached"}
         assert all(load(job.compile(cache)) == 4096 for job in jobs)
-
-
-def test_what_only_this_node_has_is_copied_and_not_compiled(cache, field, jobs):
-    warm_up(SPEC, CompileCache(field.local, field.local), compile_jobs=jobs(2))
-    report = warm_up(SPEC, cache, compile_jobs=jobs(2))
-    assert set(states(report.kernels).values()) == {"cached"} and field.builds() == {1: 1, 2: 1}
-    elsewhere = CompileCache(field.root, field.root.with_name("another_node"))
-    assert check(SPEC, elsewhere, jobs(2)).complete
-    assert report.record is not None and report.record.is_relative_to(field.root)
-    assert all(load(elsewhere.try_load(job.key())) == 4096 for job in jobs(2))
 
 
 def test_failures_do_not_stop_the_others(cache, field):
@@ -248,16 +238,6 @@ def test_what_a_program_cannot_ask_for(asked, kind, words, tmp_path):
         warmup_jit(**{"E": 8, "H": 64, "I": 64, "cache_dir": tmp_path, **asked})
     with pytest.raises(ConfigError, match="activation='tanh'"):
         ModelSpec(8, 64, 64, activation="tanh")
-
-
-def test_command_checks_without_compiling(own_caches):
-    result = command(*DIMENSIONS, "--check", "--json")
-    report = json.loads(result.stdout)
-    assert result.exit_code == 1 and not report["complete"]
-    assert report["kernels"][0]["state"] == "missing"
-    found = {kernel["kernel"] for kernel in report["kernels"]}
-    assert found >= FP8_KERNELS, "though no FP8 mode is in force"
-    assert list(own_caches.folder.iterdir()) == []
 
 
 def test_a_check_says_how_many_kernels_are_missing(own_caches, jobs, every_model_needs):
