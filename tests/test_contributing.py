@@ -94,7 +94,7 @@ DEVICE_CASE = '"qgeglu": (ActivationType.QGEGLU, "QuickGelu", {}),'
 ENGINE_TESTS = "tests/engine/test_capabilities.py"
 RECIPES = {
     "A new flag": Recipe(
-        ("tests/test_config.py",), "not env_page", "tests/test_config.py", "page_is_up", FLAG
+        ("tests/test_config.py",), "WORST_CASE or covered", "tests/test_config.py", "page_is_up", FLAG
     ),
     "A new kernel": Recipe(
         ("tests/test_import_hygiene.py", "tests/kernels/test_row_maxima_on_host.py",

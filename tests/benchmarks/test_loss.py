@@ -56,26 +56,6 @@ def batches(count: int) -> list[torch.Tensor]:
     return list(torch.randint(256, (count, 4, TINY.seq_len + 1), dtype=torch.uint8))
 
 
-def test_a_branch_repeats_the_continuation_bit_for_bit() -> None:
-    trunk, given = training(), batches(6)
-    for windows in given[:3]:
-        trunk.step(windows)
-    state = trunk.state()
-    straight = [trunk.step(windows) for windows in given[3:]]
-    end = trunk.state()
-    trunk.restore(state)
-    trunk.decoder.experts = loss_kinds.experts_of("fp8")
-    in_fp8 = [trunk.step(windows) for windows in given[3:]]
-    assert not torch.equal(in_fp8[1][:2], straight[1][:2])
-    trunk.restore(state)
-    trunk.decoder.experts = loss_kinds.experts_of("bf16")
-    again = [trunk.step(windows) for windows in given[3:]]
-    assert all(torch.equal(*pair) for pair in zip(again, straight, strict=True))
-    steps, tensors = trunk.state()
-    assert steps == end[0] == 6
-    assert all(torch.equal(*pair) for pair in zip(tensors, end[1], strict=True))
-
-
 def test_a_model_learns_and_a_disturbance_is_small() -> None:
     one, windows = training(), batches(1)[0]
     losses = [float(one.step(windows)[0]) for _ in range(6)]

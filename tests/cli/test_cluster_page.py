@@ -7,14 +7,13 @@ import re
 import shlex
 
 from click.testing import CliRunner
-from fake_jobs import FakeJob
+from fake_jobs import FakeJob, every_model_needs
 from processes import ROOT
 from racers import Field
 
 from sonicmoe.cli.main import main
 from sonicmoe.config import FLAGS_BY_ENV, reload_environment
 from sonicmoe.diagnostics.doctor import warmed_models
-from sonicmoe.engine import compile_plan
 
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
@@ -50,10 +49,7 @@ class Shell:
 def test_the_commands_run_in_the_order_of_the_page(tmp_path, monkeypatch):
     (tmp_path / "fake").mkdir()
     field = Field(tmp_path / "fake")
-    jobs = tuple(FakeJob(size, field.log) for size in (1, 2))
-    monkeypatch.setattr(compile_plan, "RECORDS", {})
-    sources = tuple(lambda arch, job=job: job for job in jobs)
-    monkeypatch.setattr(compile_plan, "EVERY_RUN", sources)
+    every_model_needs((FakeJob(size, field.log) for size in (1, 2)), monkeypatch)
     monkeypatch.setenv("SONIC_MOE_LOCAL_CACHE_DIR", str(tmp_path / "local"))
     shell = Shell(tmp_path, monkeypatch)
     for block in BLOCKS:

@@ -14,7 +14,6 @@ from fake_jobs import FakeJob
 from racer import FakeCompiler, make_key
 from racers import NOT_RUN, Field
 
-from sonicmoe.engine import compile_plan
 from sonicmoe.jit import CompileCache, CompileKey, reader
 
 
@@ -80,15 +79,3 @@ def own_caches(field: Field, monkeypatch: pytest.MonkeyPatch) -> Field:
 def jobs(field: Field) -> Callable[[int], list[FakeJob]]:
     """Of fake kernels, numbered from 1."""
     return lambda count: [FakeJob(size, field.log) for size in range(1, count + 1)]
-
-
-@pytest.fixture
-def every_model_needs(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[FakeJob]], None]:
-    """A function that makes these jobs the kernels of every model."""
-    monkeypatch.setattr(compile_plan, "RECORDS", {})
-
-    def need(jobs: list[FakeJob]) -> None:
-        sources = tuple(lambda arch, job=job: job for job in jobs)
-        monkeypatch.setattr(compile_plan, "EVERY_RUN", sources)
-
-    return need

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from racer import FakeCompiler, make_key
 
+from sonicmoe.engine import compile_plan
 from sonicmoe.jit import Artefact, CompileCache, CompileKey
 from sonicmoe.jit.child import run_build_script
 
@@ -31,6 +34,13 @@ class FakeJob:
 
     def compile(self, cache: CompileCache) -> Artefact:
         return cache.build(self.key(), FakeCompiler(self.key(), self.log, self.seconds))
+
+
+def every_model_needs(jobs: Iterable[FakeJob], patch: pytest.MonkeyPatch) -> None:
+    """Make these jobs the kernels of every model."""
+    patch.setattr(compile_plan, "RECORDS", {})
+    sources = tuple(lambda arch, job=job: job for job in jobs)
+    patch.setattr(compile_plan, "EVERY_RUN", sources)
 
 
 class TimedJob(FakeJob):

@@ -156,19 +156,12 @@ def test_one_failing_call(scene, fresh, pytestconfig):
 def test_errors_that_last(scene, fresh):
     """From one call on, all calls of its name fail: a disk that fills up, a server that is gone."""
     names = calls_of(scene, fresh)
+    if scene.name == "empty":  # injection that reaches nothing would pass every test
+        some = "open fstat lstat listdir mkdir rename replace fsync flock statvfs write unlink"
+        assert {*names} >= {*some.split(), "readinto"}
     chosen = random.Random(SEED)
     for name in sorted(set(names)):
         first = chosen.choice([index for index, found in enumerate(names) if found == name])
         for number in chosen.sample(LASTING, 2):
             with fresh() as field:
                 verdict(scene, field, SystemCalls(first, number, lasting=True))
-
-
-@pytest.mark.parametrize("scene", SCENES[:1], ids=lambda scene: scene.name)
-def test_the_calls_are_those_of_the_cache(scene, fresh):
-    """Injection that reaches nothing would pass every test above."""
-    found = set(calls_of(scene, fresh))
-    wanted = (
-        "open fstat lstat listdir mkdir rename replace fsync flock statvfs write readinto unlink"
-    )
-    assert found >= set(wanted.split())

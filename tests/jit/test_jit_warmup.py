@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from fake_jobs import DyingJob, FailingJob, FakeJob
+from fake_jobs import DyingJob, FailingJob, FakeJob, every_model_needs
 from pairwise import pairwise
 from racer import load
 
@@ -240,8 +240,8 @@ def test_what_a_program_cannot_ask_for(asked, kind, words, tmp_path):
         ModelSpec(8, 64, 64, activation="tanh")
 
 
-def test_a_check_says_how_many_kernels_are_missing(own_caches, jobs, every_model_needs):
-    every_model_needs(jobs(2))
+def test_a_check_says_how_many_kernels_are_missing(own_caches, jobs, monkeypatch):
+    every_model_needs(jobs(2), monkeypatch)
     asked = [
         *(*DIMENSIONS, "--dtype", "float16", "--activation", "situ_glu"),
         *("--activation-parameter", "beta=4", "--jobs", "2"),
@@ -258,12 +258,12 @@ def test_a_check_says_how_many_kernels_are_missing(own_caches, jobs, every_model
     assert "recorded" not in found.stdout
 
 
-def test_a_warm_up_says_which_kernels_no_other_node_finds(own_caches, jobs, every_model_needs):
+def test_a_warm_up_says_which_kernels_no_other_node_finds(own_caches, jobs, monkeypatch):
     """The cache directory takes nothing, so a cluster is not warm."""
     shared, local = own_caches.root, own_caches.local
 
     def summary(*options, count=2):
-        every_model_needs(jobs(count))
+        every_model_needs(jobs(count), monkeypatch)
         done = command(*DIMENSIONS, "--jobs", "1", *options)
         assert done.exit_code == 0
         return done.stdout.splitlines()[-1]
