@@ -7,8 +7,8 @@ import pytest
 from sonicmoe.bench.figures import Result, Spread
 from sonicmoe.bench.floors import OTHER_STAGES, PEAK_TFLOPS, floors, gemm_flop, stage_bytes
 from sonicmoe.bench.shapes import REFERENCE, SHAPES, Shape
-from sonicmoe.bench.tables import NONE, kernel_table, result_table, stage_table
-from sonicmoe.bench.trace import Kernel, covered_us, kernels_of, short_name, total_us
+from sonicmoe.bench.tables import NONE, result_table
+from sonicmoe.bench.trace import Kernel, covered_us, kernels_of, total_us
 
 
 def test_the_work_of_the_reference_shape():
@@ -76,18 +76,6 @@ def test_a_table_has_a_column_for_each_engine():
     assert rows["steady busy us"] == ["9,000", NONE] and rows["steady/busy"] == ["1.010", NONE]
     assert rows["step us"] == ["500", "500"] and rows["MFU"][0] == "101.1%"
     assert "sustained us" not in rows, "nobody has it: no row"
-
-
-def test_stages_and_kernels_are_told_with_what_is_behind_them():
-    result = gpu_result()
-    assert cells(stage_table(result)) == {
-        "up": ["1,000", "860", "1.16"],
-        "unnamed": ["4", *2 * [NONE]],
-    }
-    kernels = list(kernel_table(result).columns[2].cells)
-    assert kernels[0] == "gemm" and kernels[-1] == "2 others" and len(kernels) == 13
-    names = ["Memcpy DtoD (Device -> Device)", "x" * 70]
-    assert list(map(short_name, names)) == ["Memcpy DtoD ", "x" * 60]
 
 
 def event(cat, name, ts, dur, correlation=None, tid=1):

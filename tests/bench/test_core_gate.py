@@ -92,27 +92,6 @@ def test_states_exit_code_and_summary(core, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["passed"] is False
 
 
-def test_record_writes_what_has_no_gate_and_keeps_the_rest(core, monkeypatch, tmp_path):
-    gates = (("rmse", {"gate": "most", "tolerance": 0.03}), ("", {"gate": "equal"}))
-    one = core.Phase("p", lambda fast: {"a rmse": 0.1, "b": "s", "c": 9}, gates=gates)
-    kept = {"c": {"gate": "most", "value": 10}}
-    phases_of(core, monkeypatch, tmp_path, one, baselines={"p": kept})
-    assert CliRunner().invoke(core.main, ["--record"]).exit_code == 0
-    assert json.loads(core.BASELINES.read_text())["p"] == {
-        **kept,
-        "a rmse": {"value": 0.1, "gate": "most", "tolerance": 0.03},
-        "b": {"value": "s", "gate": "equal"},
-    }
-    assert CliRunner().invoke(core.main, []).exit_code == 0
-
-
-def test_the_fast_run_does_not_ask_for_what_it_leaves_out(core):
-    phase = core.Phase("p", lambda fast: {}, only_slow=("student-t", "process:"))
-    gates = {"p": {"gaussian out": 1, "student-t out": 2, "process: x": 3}}
-    assert set(core.gates_of(phase, gates, fast=True)) == {"gaussian out"}
-    assert set(core.gates_of(phase, gates, fast=False)) == set(gates["p"])
-
-
 def test_figures_of_gpu_phases_have_gates(core, monkeypatch):
     """Both engines faked: an FP8 engine twice as fast passes, one as fast as BF16 does not, and
     every figure has its gate.

@@ -16,12 +16,10 @@ import torch
 from click.testing import CliRunner
 from loss_model import Decoder, Training
 from loss_runs import SCALE, Run, append_run, read_runs
-from loss_text import Text, Windows, read_text
+from loss_text import Text, Windows
 
 from ernie_compat.model_config import TrainConfig
 from ernie_compat.train_command import train
-from sonicmoe.quant.format import Code
-from sonicmoe.quant.reference import dequantize, quantize
 
 TINY = loss.PRESETS["tiny"][0]
 
@@ -65,25 +63,6 @@ def test_a_model_learns_and_a_disturbance_is_small() -> None:
     for old, new in zip(before, one.parameters, strict=True):
         change = ((new.detach() - old) / old).abs()
         assert 0 < change.mean().item() < 1e-4 and change.max().item() < 1e-3
-
-
-def test_the_emulation_reads_the_codes_of_the_quantiser() -> None:
-    torch.manual_seed(0)
-    values = torch.randn(2, 300, 400) * torch.randn(2, 300, 400).exp()
-    values[0, :3], values[1, 7, ::50], values[1, :, 200:290] = 0.0, 1e4, 1e-7
-    values[0, 128:] *= 448 / values[0, 128:].abs().max()  # a code's largest value is met
-    recipe = loss_kinds.RECIPE
-    for block in {recipe.x, recipe.w1, recipe.w2, recipe.dz, recipe.wgrad_x}:
-        for given in (values, values.bfloat16()):
-            golden = dequantize(quantize(given, block, Code.E4M3, recipe.scale_format))
-            assert torch.equal(loss_kinds.coded(given, block), golden), block
-    for code in (Code.ADAPTIVE, Code.INT8):
-        kept = quantize(values, recipe.z, code, recipe.scale_format)
-        assert torch.equal(loss_kinds.coded(values, recipe.z, code), dequantize(kept))
-        wide = kept.scale_inv < 0
-        assert code is Code.INT8 or (bool(wide.any()) and not bool(wide.all()))
-    values[0, 0, 0], values[1, 0, 0] = float("nan"), float("inf")
-    assert all(bool(loss_kinds.coded(values, recipe.z)[e, 0, :128].isnan().all()) for e in (0, 1))
 
 
 def test_the_emulation_is_the_engine_and_each_product_can_be_left_out(
@@ -143,16 +122,6 @@ def test_the_windows_of_branches_do_not_overlap() -> None:
     }
     assert len(places) == 4 * 16 and min(places) == (9 + 4) * 4  # behind what order 0 reads
     assert plan.place(9, 0) == 36
-
-
-def test_equal_files_are_read_once(tmp_path: Path) -> None:
-    files = {"a.py": "one", "b.py": "one", "c.txt": "no source", "d.md": "two"}
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    assert bytes(read_text([tmp_path]).data) == b"one\0two"
-    assert bytes(read_text([tmp_path / "c.txt", tmp_path]).data) == b"no source\0one\0two"
-    with pytest.raises(ValueError, match="no text of"):
-        read_text([tmp_path / "nothing"])
 
 
 def test_branches_are_trained_written_and_not_repeated(text: Path, tmp_path: Path) -> None:
@@ -289,18 +258,3 @@ def test_what_cannot_be_run_is_said(
     text: Path, tmp_path: Path, arguments: list, code: int, words: str
 ) -> None:
     assert words in branches(text, tmp_path / "out", *arguments, code=code)
-
-
-def test_a_branch_for_which_there_is_no_time_is_named(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = loss.Lab._expect_time
-
-    def slow(lab: loss.Lab, kind: str) -> None:
-        lab.seconds["disturbed"] = 1e6
-        real(lab, kind)
-
-    monkeypatch.setattr(loss.Lab, "_expect_time", slow)
-    said = branches(text, tmp_path / "out", "--orders", 1, code=3)
-    assert "not run for want of time: disturbed from 2, order 0, seed 0" in said
-    assert {one.kind for one in read_runs(tmp_path / "out")} == {"bf16", "fp8"}
