@@ -75,6 +75,7 @@ def test_the_emulation_is_the_engine_and_each_product_can_be_left_out(
     x[3, 5] = 50.0
     probs, ids = torch.rand(tokens, experts - 1).topk(2)
     weights = torch.randn(experts, 2 * inner, hidden) / 14, torch.randn(experts, hidden, inner) / 12
+    weights[0][1, 3] *= 30  # blocks of z have the wide code there
     dout = torch.randn(tokens, hidden).bfloat16()
 
     def results(kind: str) -> list[torch.Tensor]:
