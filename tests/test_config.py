@@ -204,9 +204,13 @@ def test_a_working_directory_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert SonicMoEConfig(cache_dir="/kernels").resolve().cache_dir == Path("/kernels")
 
 
-def test_no_home_directory_is_one_line_where_it_is_needed(
+def test_no_home_and_no_temporary_directory_are_one_line_where_they_are_needed(
     set_flags: SetFlags, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/nonexistent"])
+    assert current_config() == ResolvedConfig() and current_config().cache_dir.is_absolute()
+
     def unknown(uid: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
@@ -218,20 +222,10 @@ def test_no_home_directory_is_one_line_where_it_is_needed(
         _ = config.cache_dir
     with pytest.raises(ConfigError, match=r"cache_dir='~/x'.*home directory in it is not known"):
         SonicMoEConfig(cache_dir="~/x")
-    set_flags(SONIC_MOE_CACHE_DIR="/kernels")
-    assert current_config().cache_dir == Path("/kernels")
-
-
-def test_no_temporary_directory_is_one_line_where_it_is_needed(
-    set_flags: SetFlags, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/nonexistent"])
-    config = current_config()
-    assert config == ResolvedConfig() and config.cache_dir.is_absolute()
     with pytest.raises(ConfigError, match=r"nonexistent.*; set SONIC_MOE_LOCAL_CACHE_DIR"):
         _ = config.local_cache_dir
-    set_flags(SONIC_MOE_LOCAL_CACHE_DIR="/local")
+    set_flags(SONIC_MOE_CACHE_DIR="/kernels", SONIC_MOE_LOCAL_CACHE_DIR="/local")
+    assert current_config().cache_dir == Path("/kernels")
     assert current_config().local_cache_dir == Path("/local")
 
 

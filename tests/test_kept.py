@@ -1,4 +1,4 @@
-"""The gate: when all variants of the kernels are due, what a run writes down, and what ends it."""
+"""The gate: when all variants of the kernels are due, and what ends it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import ROOT, of_checkout
+from processes import ROOT
 
 
 @pytest.fixture
@@ -66,24 +66,6 @@ def test_kernels_are_due_where_those_of_some_state_are_at_hand(due, monkeypatch)
     due.commit(kernel="2")
     due.commit(page="other words")
     assert due.reason() == "other kernels or tools passed on this machine before"
-
-
-def test_a_run_writes_down_how_it_ended(tmp_path):
-    (tmp_path / "found").mkdir()
-    case = tmp_path / "test_one.py"
-    case.write_text("def test_one(): pass\ndef test_two(): assert False\n")
-    ini = ["-c", ROOT / "pyproject.toml", "-p", "conftest", "--confcutdir", ROOT / "tests"]
-    done = of_checkout(
-        *("-m", "pytest", "-n", "0", *ini, "-m", "not kernels", case),
-        SONICMOE_TEST_RESULTS=str(tmp_path / "found"), SONICMOE_TEST_STAGE="mine",
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    said = subprocess.run(
-        [sys.executable, ROOT / "tests" / "results.py", tmp_path / "found"],
-        capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
-    assert said[0].startswith("NOT RUN here, but by `make kernels`")
-    assert said[-1].startswith("1 failed, 1 passed in ")
 
 
 # `make` writes down what a stage found, and fails where it is asked to.
