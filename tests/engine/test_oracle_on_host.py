@@ -23,8 +23,6 @@ pytestmark = NVCC
 # Codes of y1s in place of values, and narrow rows of two roundings; sums of dz as it is stored.
 FP8 = {"down.a": 0.05, "db1": 0.01, "else": 4e-3}
 BF16 = {"down.a": 8e-3, "db1": 1.2e-2, "else": 1e-3}
-# An INT8 code that rounds the other way moves all that stand beside a loud number.
-LOUD = {"else": 0.05}
 # Plain GEMMs add an adapter's part to z that is rounded, which passes a clamp now and then.
 BESIDE = {"else": 2.0}
 PARTS = 3
@@ -71,8 +69,7 @@ def check(engine, launches, chosen):
     wrong = {}
     for case in chosen:
         beside = launches.kind == QUACK and case.adapters != "none"
-        loud = case.fp8 and case.scene != "usual" and case.save_z == "int8"
-        bars = BESIDE if beside else LOUD if loud else FP8 if engine == "hopper" else BF16
+        bars = BESIDE if beside else FP8 if engine == "hopper" else BF16
         found = broken_on_host(case, engine, bars)
         wrong |= {str(case): found} if found else {}
     assert not wrong

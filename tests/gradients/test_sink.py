@@ -20,10 +20,8 @@ from weights.weight_sources import (
     weight_arrays,
 )
 
-from sonicmoe.engine.capabilities import RECORDS
 from sonicmoe.engine.interface import GradientTargets
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.engine.settings import GradientMode
 from sonicmoe.enums import ActivationType, FlushMode
 from sonicmoe.errors import DTypeError, ShapeError
 from sonicmoe.gradients import flush
@@ -113,6 +111,7 @@ class TestNativeBuffer:
         sink.release()
         assert sink.nbytes == 0
         assert not numpy(opened(sink).targets.dw1).any()
+
 
 NUMBERS = {"float32": 21, "bfloat16": 22, "float16": 23}
 FRESH = 64
