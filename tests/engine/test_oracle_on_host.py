@@ -61,7 +61,9 @@ def test_every_value_with_the_gemms_of_other_architectures(launches):
 
 @pytest.mark.parametrize("launches", [HOPPER], indirect=True)
 def test_sizes_are_known_when_copies_keep_one_order_beside_biases(launches):
-    line = "recipe=dx256 dtype=bfloat16 copies=True bias=True arrangement=native gradients=main_grad"
+    line = (
+        "recipe=dx256 dtype=bfloat16 copies=True bias=True arrangement=native gradients=main_grad"
+    )
     check("hopper", launches, [Case.parse(f"{line} schedule=crossed sizes=70x256x128x4x3")])
 
 
