@@ -231,9 +231,9 @@ class PerExpertParameters(SeparateParameters):
         Read in every call, because modules may replace their weights, and the caller's list its
         modules. A new module is checked as the first ones were.
         """
-        # Modules compare by identity, and nearly always all are the same.
         given = list(self._given)
-        if given != self._seen:
+        # By identity, for experts may compare by value. Nearly always all are the same.
+        if len(given) != len(self._seen) or not all(map(is_, given, self._seen)):
             self._experts = self._checked(_local(given), len(self._experts))
             self._seen = given
         projections = _projections_of(self._experts)

@@ -1,5 +1,5 @@
 """peft's adapters on the weights of experts (`target_parameters`): computed here as low-rank products,
-beside peft alone, which adds them to the weights. test_finetuning_page.py has them on two ranks.
+beside peft alone, which adds them to the weights. test_examples.py has them on two ranks.
 """
 
 from __future__ import annotations

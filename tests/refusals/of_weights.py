@@ -250,8 +250,8 @@ TURNED = (
 )
 ROWS += rows(
     per_expert,
-    (LayoutError, r"experts\[2\] \(Expert\) has no up_gate_proj.weight; needed: gate and up in one", lacks("up_gate_proj")),
-    (LayoutError, r"experts\[2\] \(Expert\) has no down_proj.weight", lacks("down_proj")),
+    (LayoutError, r"experts\[2\] \(SimpleNamespace\) has no up_gate_proj.weight; needed: gate and up in one", lacks("up_gate_proj")),
+    (LayoutError, r"experts\[2\] \(SimpleNamespace\) has no down_proj.weight", lacks("down_proj")),
     (DTypeError, r"experts\[1\]\.down_proj\.weight is float64", {"change": has_float64}),
     (LayoutError, r"3 local modules \(4 entries.*n_experts is 2", {"experts": 2, "more": [None]}),
     (LayoutError, r"\(4 entries.*n_experts is 4; pass the number of local experts \(3\)", {"experts": 4, "more": [None]}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 from engine.moe_golden import native_order
 from framework import parameter, tensor
@@ -17,13 +19,6 @@ from sonicmoe.weights.stacked import FusedParameters
 SWIGLU = ActivationType.SWIGLU
 
 
-class Module:
-    """What the node reads of an expert, or of its linear layers. It compares by identity."""
-
-    def __init__(self, **parts):
-        vars(self).update(parts)
-
-
 def weight_arrays(experts=3, hidden=16, intermediate=12, activation=SWIGLU, seed=0):
     """`up_gate [E, H, N1]` split-half and `down [E, I, H]`, fp64 values exact in fp32."""
     rng = np.random.default_rng(seed)
@@ -35,13 +30,16 @@ def weight_arrays(experts=3, hidden=16, intermediate=12, activation=SWIGLU, seed
 
 
 def expert_modules(up_gate, down, dtype=None):
-    """What the node reads of one ERNIE expert each."""
+    """What the node reads of one ERNIE expert each. These compare by value, as a user's may."""
     held = (
         [parameter(np.float32(array), dtype) for array in pair]
         for pair in zip(up_gate, down, strict=True)
     )
     return [
-        Module(up_gate_proj=Module(weight=up), down_proj=Module(weight=low)) for up, low in held
+        SimpleNamespace(
+            up_gate_proj=SimpleNamespace(weight=up), down_proj=SimpleNamespace(weight=low)
+        )
+        for up, low in held
     ]
 
 
