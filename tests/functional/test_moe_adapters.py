@@ -6,6 +6,9 @@ import pytest
 import torch
 from functional.layer_golden import make_layer, make_tokens
 
+from sonicmoe import Adapters
+from sonicmoe.errors import ConfigError, LayoutError
+
 
 def adapted(targets=("c_fc.weight", "c_proj.weight"), **options):
     peft = pytest.importorskip("peft", minversion="0.17")
@@ -28,3 +31,19 @@ def test_adapters_of_peft_are_the_same_as_merged():
         assert (moe(x)[0] - apart).norm() > 0.1 * apart.norm()
     model.merge_adapter()
     torch.testing.assert_close(moe(x)[0], apart, rtol=1e-4, atol=1e-4)
+
+
+RANKS = r"^active adapters \['default'\] of weight have ranks \(r\) of 129 in all, above 128"
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "peft", "given"),
+    [
+        (ConfigError, "adapters came as an argument, and peft has some", {}, {"adapters": Adapters()}),
+        (ConfigError, RANKS, {"r": 129}, {}),
+        (LayoutError, "c_fc is ParamWrapper, an adapter that would do", {"targets": ["c_fc.bias"]}, {}),
+    ],
+)  # fmt: skip
+def test_adapters_of_peft_that_are_refused(error, words, peft, given):
+    with pytest.raises(error, match=words):
+        adapted(**peft)(make_tokens(19, 32), **given)
