@@ -28,9 +28,6 @@ from weights.freed_memory import free
 
 from sonicmoe.errors import LayoutError
 
-if not IS_PADDLE:
-    from torch.autograd import forward_ad
-
 every_flush = pytest.mark.parametrize("flush", FLUSHES)
 each_arrangement = pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 only_torch = pytest.mark.skipif(IS_PADDLE, reason="PyTorch has it")
@@ -39,12 +36,6 @@ only_paddle = pytest.mark.skipif(not IS_PADDLE, reason="Paddle has it")
 
 def made(flush="auto", value=0.0, **options):
     return Layer(flush=flush, main_grad=value, **options)
-
-
-def dual(run, x):
-    with forward_ad.dual_level():
-        run(x)  # no tangent, no refusal
-        return run(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 class TestAskedFor:
@@ -86,28 +77,6 @@ class TestAskedFor:
         one, *others = [layer.weights[1], layer.weights[0], *layer.weights[2:]]
         assert relative_rmse(numpy(one.main_grad), golden(layer.problem).dw1[1]) < 1e-5
         assert not any(numpy(other.main_grad).any() for other in others)
-
-    @only_torch
-    @pytest.mark.parametrize("how", ["vmap", "grad", "jvp", "dual"])
-    def test_transforms_that_need_more_than_a_backward_are_refused(self, how):
-        layer = made()
-        call = layer.call(x_grad=False)
-
-        def run(x):
-            return layer.node(x, None, call.indices, call.probs)
-
-        transforms = {
-            "vmap": lambda: torch.func.vmap(run)(torch.stack([call.x, call.x])),
-            "grad": lambda: torch.func.grad(lambda x: run(x).sum())(call.x),
-            "jvp": lambda: torch.func.jvp(run, (call.x,), (torch.ones_like(call.x),)),
-            "dual": lambda: dual(run, call.x),
-        }
-        # Without gradients autograd would not see the call, and the tangent would be 0.
-        for context in (torch.no_grad(), torch.enable_grad()):
-            with context, pytest.raises(NotImplementedError, match="have a backward alone"):
-                transforms[how]()
-        layer.node.step()
-        assert not layer.has_gradients()
 
 
 @only_paddle

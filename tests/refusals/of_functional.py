@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from functional.layer_golden import batch, make_layer, make_tokens, views
 from functional.test_general_routing import TOKENS, triples
-from functional.test_moe_adapters import adapted
 from functional.test_routed import COUNTS
 from functional.test_routed import Layer as RoutedLayer
 from functional.test_two_tensors import general, leaves, turned, whole_layer
+from node.node_harness import Layer as NodeLayer
 from refusals.table import rows, scenes
 
 from sonicmoe import (
@@ -335,17 +335,25 @@ def weights_with_tangents(moe, x):
 
 
 TRANSFORMS = (
+    lambda moe, x: torch.func.grad(lambda x: moe(x)[0].sum())(x),
     lambda moe, x: torch.func.jvp(lambda x: moe(x)[0], (x,), (torch.ones_like(x),)),
     lambda moe, x: torch.func.jacfwd(lambda x: moe(x)[0])(x),
     lambda moe, x: torch.func.vmap(lambda x: moe(x)[0])(torch.stack([x, x])),
-    weights_with_tangents,
     dual,
+    weights_with_tangents,
 )
 
 
 def transformed(transform, trains, gradients):
     with torch.set_grad_enabled(gradients):
         transform(make_layer().requires_grad_(trains), make_tokens(19, 32))
+
+
+def transformed_node(transform, gradients):
+    layer = NodeLayer(main_grad=0.0)
+    x, *given = layer.call(x_grad=False).arguments
+    with torch.set_grad_enabled(gradients):
+        transform(lambda x: (layer.node(x, *given),), x)
 
 
 SIZES = {
@@ -397,6 +405,8 @@ ROWS += scenes(
     *((RuntimeError, "no second derivative", partial(second_derivative, output)) for output in (0, 1)),
     *((NotImplementedError, "in place of vmap one call", partial(transformed, transform, trains, gradients))
       for transform in TRANSFORMS for trains in (True, False) for gradients in (True, False)),
+    *((NotImplementedError, "in place of vmap one call", partial(transformed_node, transform, gradients))
+      for transform in TRANSFORMS[:-1] for gradients in (True, False)),
 )  # fmt: skip
 
 
@@ -445,7 +455,6 @@ def gathered(model=None, **options):
     gather_codes(make_layer() if model is None else model, **options)
 
 
-RANKS = r"^active adapters \['default'\] of weight have ranks \(r\) of 129 in all, above 128"
 ROWS += rows(
     frozen,
     (LayoutError, "take for values", {"after": lambda moe, _: gather_codes(moe, use_fp8=True)}),
@@ -471,11 +480,6 @@ ROWS += scenes(
     (ShapeError, r"^down\.b has shape", with_short_factor),
     (TypeError, "got tuple", lambda: freeze_weights((zeros(2, 2, 2),) * 2, zeros(2, 2, 2))),
     (DTypeError, "w1 is uint8", lambda: freeze_weights(*(zeros(4, 4, 2, dtype=torch.uint8),) * 2)),
-    (ConfigError, "adapters came as an argument, and peft has some",
-     lambda: adapted(["c_fc.weight"])(make_tokens(19, 32), adapters=Adapters())),
-    (ConfigError, RANKS, lambda: adapted(r=129)(make_tokens(19, 32))),
-    (LayoutError, "c_fc is ParamWrapper, an adapter that would do",
-     lambda: adapted(["c_fc.bias"])(make_tokens(19, 32))),
 )  # fmt: skip
 
 

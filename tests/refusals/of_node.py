@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 from engine.fp8_arrivals import problem_with_idle_tokens, quantised
@@ -30,6 +31,7 @@ from sonicmoe.errors import (
     ShapeError,
     StaleWeightsError,
 )
+from sonicmoe.gradients import sink
 from sonicmoe.quant.tokens import tokens_of
 
 # Paddle raises an OSError in place of what a backward raises.
@@ -93,6 +95,8 @@ def adapted_projection(late):
 
 TANH = r"activation_type is 'tanh'; needed: one of \['swiglu', "
 FLUSHES = r"needed: one of \['auto', 'step'\]"
+OVERWRITE = SonicMoEConfig(engine="reference", first_backward="overwrite")
+WRITES_WHAT_WAITS = "first_backward='overwrite' with flush='step'"
 IMPOSSIBLE = SonicMoEConfig(fp8_mode="perf", recipe="1x128", iso_weight=True)
 LORA = r"experts\[1\].down_proj .* \['lora_A'\]; .*merged"
 ROWS = [
@@ -116,6 +120,7 @@ ROWS = [
         (ConfigError, r"config is .*; needed: a SonicMoEConfig", {"config": {"fp8_mode": "perf"}}),
         (ConfigError, TANH, {"activation_type": "tanh"}),
         (ConfigError, "iso_weight", {"config": IMPOSSIBLE}),
+        (ConfigError, WRITES_WHAT_WAITS, {"config": OVERWRITE, "flush": "step"}),
         *((ConfigError, rf"flush is '{gone}'; {FLUSHES}", {"flush": gone})
           for gone in ("direct", "prompt", "sometimes")),
         (ConfigError, "idle_grads is False and gradients wait for step", {"idle_grads": False, "flush": "step"}),
@@ -301,6 +306,18 @@ def another_route():
     call.backward()
 
 
+def overwrites_what_waits():
+    layer = Layer(main_grad=1.0, config=None, flush="step")
+    with OVERWRITE.activate():
+        call = layer.call()
+    call.backward()
+
+
+def captured(config, main_grad):
+    with mock.patch.object(sink, "is_capturing", lambda _: True):
+        Layer(config=config, main_grad=main_grad).run()
+
+
 NO_MEMORY = r"weights \[1\] of the experts hold no memory"
 NO_RECIPE = "reference engine computes without FP8 recipe"
 ROWS += rows(
@@ -320,6 +337,9 @@ ROWS += scenes(
     (ShapeError, r"weight1 has shape .* and weight2", lambda: by_name((..., slice(-2)), ())),
     (ShapeError, "by now; the node was made for", lambda: by_name(slice(2), slice(2))),
     (RuntimeError, "main_grad lies elsewhere than at the first", another_buffer),
+    ((ConfigError, OSError), WRITES_WHAT_WAITS, overwrites_what_waits),
+    ((ConfigError, OSError), "while a backward is captured", partial(captured, OVERWRITE, 1.0)),
+    (LATE, "main_grad allocated before the capture", partial(captured, FULL, None)),
     ((RoutingError, OSError), "routing differs between forward and recompute", another_route),
 )  # fmt: skip
 
