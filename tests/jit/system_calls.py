@@ -88,6 +88,22 @@ class SystemCalls:
         return io.BufferedReader(raw) if mode == "rb" else io.BufferedWriter(raw)
 
 
+class ActingCalls(SystemCalls):
+    """Does something right before the k-th system call instead of letting it fail."""
+
+    def __init__(self, before: int, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.before, self.act = before, act
+
+    def pass_or_fail(self, name: str) -> None:
+        if self.suspended:
+            return
+        if len(self.names) == self.before:
+            with self.elsewhere():
+                self.act()
+        self.names.append(name)
+
+
 def _handle_of(calls: SystemCalls, descriptor: int, mode: str) -> io.FileIO:
     def wrapped(name: str) -> Callable[..., Any]:
         def call(self: io.FileIO, *args: Any) -> Any:

@@ -1,45 +1,28 @@
-"""Swaps at every moment, kills at every moment, and mutated manifests. All seeded."""
+"""Swaps at every moment, and mutated manifests. Both seeded; test_jit_faults.py has kills."""
 
 import json
 import os
 import random
 import shutil
-import signal
 
 import pytest
 from damage import TEXT_KINDS, variants
-from forks import needs_root, start
+from forks import needs_root
 from racer import FakeCompiler, load, make_key
 from racers import Field
-from system_calls import SystemCalls
+from system_calls import ActingCalls, SystemCalls
 
 from sonicmoe.errors import SonicMoEError
 from sonicmoe.jit import CompileCache
 
 SEED = 20261122
 STRANGER = 54321
-SWAPS, KILLS, MUTATIONS = 40, 24, 300
+SWAPS, MUTATIONS = 40, 300
 KEY = make_key()
 
 
 def cache_of(field):
     return CompileCache(field.root, field.local, lock_timeout_s=2)
-
-
-class ActingCalls(SystemCalls):
-    """Does something right before the k-th system call instead of letting it fail."""
-
-    def __init__(self, before, act):
-        super().__init__()
-        self.before, self.act = before, act
-
-    def pass_or_fail(self, name):
-        if self.suspended:
-            return
-        if len(self.names) == self.before:
-            with self.elsewhere():
-                self.act()
-        self.names.append(name)
 
 
 class Planted:
@@ -103,48 +86,6 @@ def test_directory_swapped_at_any_moment(memory, sticky, first):
         planted = Planted(folder, sticky, first)
         planted.load(ActingCalls(number, lambda planted=planted: planted.lead_to("evil")))
         assert planted.ran.count(b"evil") == 0, f"the attacker's code ran: swap {number}"
-        shutil.rmtree(folder)
-
-
-def build_three(field, calls):
-    """A build, a repair of a damaged artefact, and a copy into the cache directory."""
-    keys = [make_key(size) for size in (1, 2, 3)]
-    with calls.counted():
-        for key in keys[:2]:
-            cache_of(field).build(key, calls.not_counted(FakeCompiler(key, field.log)))
-        assert cache_of(field).share(keys[2]) is not None
-
-
-def prepare_three(field):
-    damaged, local = make_key(2), make_key(3)
-    path = cache_of(field).build(damaged, FakeCompiler(damaged, field.log)).path
-    os.truncate(path / "kernel.so", 1)
-    CompileCache(field.local, field.root).build(local, FakeCompiler(local, field.log))
-
-
-def test_kills_at_any_moment(memory):
-    """After each kill: what is visible is intact, no lock is left, and the next process gets all."""
-    field, counting = Field(memory), SystemCalls()
-    prepare_three(field)
-    build_three(field, counting)
-    chosen = random.Random(SEED)
-    for number in chosen.sample(range(len(counting.names)), KILLS):
-        folder = memory / f"kill-{number}"
-        folder.mkdir()
-        field = Field(folder)
-        prepare_three(field)
-        end = ActingCalls(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        child = start(lambda field=field, end=end: build_three(field, end))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        cache = cache_of(field)
-        for size in (1, 2, 3):
-            found = cache.try_load(make_key(size))
-            assert found is None or load(found) == 4096, f"kill {number}"
-        for size in (1, 2, 3):
-            key = make_key(size)
-            artefact = cache.share(key) or cache.build(key, FakeCompiler(key, field.log))
-            assert load(artefact) == 4096 and artefact.path.is_relative_to(field.root)
-        assert not list((field.root / "staging").iterdir()), f"kill {number}"
         shutil.rmtree(folder)
 
 

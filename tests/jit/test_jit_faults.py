@@ -1,4 +1,4 @@
-"""An error at any one system call of the cache, and errors that last: the kernel is right, or one
+"""An error at any one system call of the cache, errors that last, and kills: the kernel is right, or one
 clear error comes, and no healthy artefact is lost.
 """
 
@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from forks import start
 from racer import FakeCompiler, load, make_key
 from racers import Field
-from system_calls import SystemCalls
+from system_calls import ActingCalls, SystemCalls
 
 from sonicmoe.errors import SonicMoEError
 from sonicmoe.jit import Artefact, CompileCache
@@ -25,6 +27,7 @@ from sonicmoe.jit import reader as reader_module
 TRANSIENT = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM)
 LASTING = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOSPC, errno.EROFS)
 SEED = 20261122
+KILLS = 5  # of each scene
 KEY = make_key()
 
 
@@ -82,6 +85,9 @@ SCENES = [
 ]
 
 
+each_scene = pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+
+
 @pytest.fixture
 def fresh(scene, memory):
     """A context with a copy of the scene's field, at a place of its own."""
@@ -102,9 +108,7 @@ def verdict(scene, field, calls):
     """ "served" or "refused"; anything else fails the test."""
     where = f"{scene.name}: call {calls.fails} ({calls.failed}), errno {calls.number}"
     try:
-        with calls.counted():
-            artefact = scene.step(field, calls)
-        assert load(artefact) == 4096, where
+        assert load(step(scene, field, calls)) == 4096, where
         outcome = "served"
     except SonicMoEError as error:
         text = str(error)
@@ -127,14 +131,19 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(reader_module, "_PAUSES_S", (0.0, 0.0))
 
 
+def step(scene, field, calls):
+    with calls.counted():
+        return scene.step(field, calls)
+
+
 def calls_of(scene, fresh):
     calls = SystemCalls()
-    with fresh() as field, calls.counted():
-        scene.step(field, calls)
+    with fresh() as field:
+        step(scene, field, calls)
     return calls.names
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+@each_scene
 def test_one_failing_call(scene, fresh, pytestconfig):
     """Calls of the scene, each with one of the errors: a sample in the gate, all of them with
     `pytest --attacks 5000`.
@@ -152,7 +161,7 @@ def test_one_failing_call(scene, fresh, pytestconfig):
     assert outcomes["served"] > 0.9 * outcomes.total()
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+@each_scene
 def test_errors_that_last(scene, fresh):
     """From one call on, all calls of its name fail: a disk that fills up, a server that is gone."""
     names = calls_of(scene, fresh)
@@ -165,3 +174,19 @@ def test_errors_that_last(scene, fresh):
         for number in chosen.sample(LASTING, 2):
             with fresh() as field:
                 verdict(scene, field, SystemCalls(first, number, lasting=True))
+
+
+@each_scene
+def test_kills_at_any_moment(scene, fresh):
+    """After each kill: what is visible is intact, no lock is left, and the next process gets all."""
+    moments = range(len(calls_of(scene, fresh)))
+    for number in random.Random(SEED).sample(moments, KILLS):
+        end = ActingCalls(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with fresh() as field:
+            child = start(lambda field=field, end=end: step(scene, field, end))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+            found = open_cache(field).try_load(KEY)
+            assert found is None or load(found) == 4096, f"kill {number}"
+            artefact = step(scene, field, SystemCalls())
+            assert load(artefact) == 4096 and artefact.path.is_relative_to(field.root)
+            assert not list((field.root / "staging").iterdir()), f"kill {number}"
