@@ -1,6 +1,5 @@
 """What the reference engine promises beyond the laws of tests/oracle: spare rows, padding rows of operands,
-weights that are NaN, memory that is freed stage by stage, adapters that it refuses, and products in fp32
-whatever the program around it asked for.
+memory that is freed stage by stage, and products in fp32 whatever the program around it asked for.
 """
 
 from __future__ import annotations
@@ -15,17 +14,14 @@ from engine.moe_golden import (
     FP8,
     MODES,
     assert_same_bits,
-    factors_of,
     make_problem,
     run_engine,
     set_up,
 )
-from framework import IS_PADDLE, numpy, tensor, torch
+from framework import IS_PADDLE, numpy, torch
 
 from sonicmoe.engine import reference, reference_operands
 from sonicmoe.engine.interface import EngineSettings
-from sonicmoe.engine.low_rank import Adapters, LowRank
-from sonicmoe.errors import ConfigError, DTypeError, ShapeError
 from sonicmoe.interop import ieee_matmul
 
 
@@ -85,37 +81,6 @@ def test_operands_are_dead_before_the_next_product(monkeypatch, frees):
             setup.engine.backward_dx(setup.dout, saved, setup.weights)
         with pytest.raises(RuntimeError, match="released"):
             setup.engine.backward_dw(pending, setup.accumulators())
-
-
-# ---- low-rank adapters ----
-
-
-def adapters_of(setup, rank=5):
-    pairs = factors_of(setup.problem, rank)
-    return Adapters(*(LowRank(*(tensor(f, torch.float32) for f in pair), 0.7) for pair in pairs))
-
-
-def changed(adapters, **changes):
-    return adapters._replace(up=adapters.up._replace(**changes))
-
-
-def test_adapters_that_are_refused():
-    setup = set_up(make_problem())
-    adapters = adapters_of(setup)
-    a, b = adapters.up.a, adapters.up.b
-    for other, kind, words in (
-        (changed(adapters, a=a[:3]), ShapeError, r"^up.a has shape \(3, 5, 80\); needed: \[E, r"),
-        (changed(adapters, a=a[:, :, :79]), ShapeError, r"needed: .* = \[4, 1 to 128, 80\]"),
-        (changed(adapters, b=b[:, :95]), ShapeError, r"^up.b .* = \(4, 96, 5\)"),
-        (changed(adapters, b=b[:, :, :4]), ShapeError, r"^up.b .* = \(4, 96, 5\)"),
-        (changed(adapters, a=a.to(torch.int32)), DTypeError, r"^up.a is int32; needed: bfloat16"),
-        (changed(adapters, scale=float("nan")), ConfigError, r"^up.scale is nan; needed: a finite"),
-        (adapters_of(setup, rank=129), ShapeError, "1 to 128"),
-        (adapters._replace(up=(a, b)), TypeError, r"^up is tuple; needed: a LowRank, or None"),
-    ):
-        with pytest.raises(kind, match=words):
-            weights = setup.weights.with_adapters(other)
-            setup.engine.forward(setup.x, setup.routing, weights, setup.settings)
 
 
 # ---- products in fp32 ----

@@ -229,18 +229,22 @@ else:
 # Adapters, copies of weights, parameters and their gradients.
 
 
-def trained_pairs():
-    factors = ([parameter(f, torch.float32) for f in pair] for pair in factors_of(PROBLEM))
+def trained_pairs(rank=5):
+    factors = ([parameter(f, torch.float32) for f in pair] for pair in factors_of(PROBLEM, rank))
     return Adapters(*(LowRank(*pair, 0.7) for pair in factors))
 
 
-def adapters(**changes):
-    Layer(PROBLEM).call(**{"adapters": trained_pairs()} | changes)
+def adapters(change=lambda pairs: pairs, rank=5):
+    Layer(PROBLEM).call(adapters=change(trained_pairs(rank)))
 
 
-def short_factor():
-    up, _ = trained_pairs()
-    return {"adapters": Adapters(up._replace(a=up.a[:, :, :79]))}
+def up(name, change):
+    """A part of the pair of the up-projection becomes what `change` makes of it."""
+    return {
+        "change": lambda pairs: pairs._replace(
+            up=pairs.up._replace(**{name: change(getattr(pairs.up, name))})
+        )
+    }
 
 
 def written_factor():
@@ -322,9 +326,15 @@ NO_MEMORY = r"weights \[1\] of the experts hold no memory"
 NO_RECIPE = "reference engine computes without FP8 recipe"
 ROWS += rows(
     adapters,
-    (TypeError, "adapters is tuple; needed: an Adapters, or None", {"adapters": (None, None)}),
-    (ShapeError, r"^up\.a has shape", short_factor),
-)
+    (TypeError, "adapters is tuple; needed: an Adapters, or None", {"change": tuple}),
+    (ShapeError, r"^up.a has shape \(3, 5, 80\); needed: \[E, r", up("a", lambda a: a[:3])),
+    (ShapeError, r"^up.a .* = \[4, 1 to 128, 80\]", up("a", lambda a: a[:, :, :79])),
+    (ShapeError, r"^up.b .* = \(4, 96, 5\)", up("b", lambda b: b[:, 2:])),
+    (ShapeError, r"^up.b .* = \(4, 96, 5\)", up("b", lambda b: b[:, :, :4])),
+    (DTypeError, r"^up.a is int32; needed: bfloat16", up("a", lambda a: a.to(torch.int32))),
+    (ConfigError, r"^up.scale is nan; needed: a finite", up("scale", lambda _: float("nan"))),
+    (ShapeError, "1 to 128", {"rank": 129}),
+)  # fmt: skip
 ROWS += scenes(
     (LATE, r"up\.b was written in place", written_factor),
     *((ConfigError, NO_RECIPE, partial(copied, config=config))
