@@ -14,15 +14,21 @@ if IS_PADDLE:
 
 from engine.bf16_host import HOPPER, QUACK, launches_fixture  # noqa: F401
 from engine.hopper_host import host_passes, native_fixture  # noqa: F401
+from engine.test_engine_mxfp8 import mx_gemms_fixture  # noqa: F401
 from kernels.needs import NVCC
 from oracle.case import AXES, Case, covering
 from oracle.engines import broken_on_host, chosen_on_host
 from oracle.faces import ON_HOST, normal
+from oracle.laws import JUMPS
 
 pytestmark = NVCC
 # Codes of y1s in place of values, and narrow rows of two roundings; sums of dz as it is stored.
 FP8 = {"down.a": 0.05, "db1": 0.01, "else": 4e-3}
 BF16 = {"down.a": 8e-3, "db1": 1.2e-2, "else": 1e-3}
+# Additions in another order make a rounding to bf16, and behind it a code, the next one here and
+# there; a rounding of z passes a clamp.
+MX = {"dx": 6e-3, "dw1": 6e-3, "else": 2e-3}
+MX_ACROSS_A_JUMP = MX | {"dx": 0.2, "dw1": 0.2}
 # Plain GEMMs add an adapter's part to z that is rounded, which passes a clamp now and then.
 BESIDE = {"else": 2.0}
 PARTS = 3
@@ -47,7 +53,9 @@ def with_every_value(among: list[Case]) -> list[Case]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(
-    ("engine", "launches"), [("hopper", HOPPER), ("bf16", HOPPER)], indirect=["launches"]
+    ("engine", "launches"),
+    [("hopper", HOPPER), ("bf16", HOPPER), ("mxfp8", QUACK)],
+    indirect=["launches"],
 )
 def test_every_pair_of_values(engine, launches, part):
     check(engine, launches, cases(engine)[part::PARTS])
@@ -67,11 +75,17 @@ def test_sizes_are_known_when_copies_keep_one_order_beside_biases(launches):
     check("hopper", launches, [Case.parse(f"{line} schedule=crossed sizes=70x256x128x4x3")])
 
 
+def bars_of(case, engine, launches):
+    if engine == "mxfp8":
+        return MX_ACROSS_A_JUMP if case.activation in JUMPS else MX
+    if launches.kind == QUACK and case.adapters != "none":
+        return BESIDE
+    return FP8 if engine == "hopper" else BF16
+
+
 def check(engine, launches, chosen):
     wrong = {}
     for case in chosen:
-        beside = launches.kind == QUACK and case.adapters != "none"
-        bars = BESIDE if beside else FP8 if engine == "hopper" else BF16
-        found = broken_on_host(case, engine, bars)
+        found = broken_on_host(case, engine, bars_of(case, engine, launches))
         wrong |= {str(case): found} if found else {}
     assert not wrong
