@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from engine.moe_golden import native_order
 from framework import IS_PADDLE, numpy, parameter, tensor, torch
+from pairwise import pairwise
 from weights.weight_sources import (
     SOURCES,
     SWIGLU,
@@ -22,14 +23,13 @@ from weights.weight_sources import (
 
 from sonicmoe.engine.interface import GradientTargets
 from sonicmoe.engine.reference import ReferenceEngine
-from sonicmoe.enums import ActivationType, FlushMode
-from sonicmoe.errors import DTypeError, ShapeError
+from sonicmoe.enums import ActivationType
+from sonicmoe.errors import DTypeError
 from sonicmoe.gradients import flush
 from sonicmoe.gradients.flush import flush_native
 from sonicmoe.gradients.sink import GradientSink
-from sonicmoe.interop import data_ptr, grad_enabled, requires_grad
+from sonicmoe.interop import grad_enabled
 from sonicmoe.weights.parameters import PerExpertParameters
-from sonicmoe.weights.stacked import FusedParameters
 
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 
@@ -41,26 +41,12 @@ class Failing(ReferenceEngine):
         raise MemoryError("no room for dw1")
 
 
-def gradients_of(source, attribute):
-    """The attribute of every parameter, stacked like the fused arrangement."""
-    arrays = [numpy(getattr(parameter, attribute)) for parameter in source.parameters()]
-    if isinstance(source, FusedParameters):
-        return arrays
-    half = len(arrays) // 2
-    return [np.stack(arrays[:half]), np.stack(arrays[half:])]
-
-
 def bind_main_grads(source, value=0.0):
     """Full of a value, or None."""
     for weight in source.parameters():
         made = None if value is None else np.full(tuple(weight.shape), value)
         weight.main_grad = None if made is None else tensor(made, torch.float32)
     return [weight.main_grad for weight in source.parameters()]
-
-
-def assert_gradients(source, dw1, dw2, attribute="main_grad", **options):
-    for got, want in zip(gradients_of(source, attribute), (dw1, dw2), strict=True):
-        np.testing.assert_allclose(got, want, **{"rtol": 0} | options)
 
 
 def freeze(weight):
@@ -70,47 +56,15 @@ def freeze(weight):
         weight.requires_grad_(False)
 
 
-def sink_of(source):
-    return GradientSink(source, FlushMode.STEP)
-
-
-def flushed(source, native):
-    """What autograd gets of a native buffer."""
-    weights = source.parameters()
-    trained = list(map(requires_grad, weights))
-    return flush_native(source, weights, trained, native, through_autograd=True)
-
-
-class TestNativeBuffer:
-    def test_lazy(self):
-        sink = sink_of(per_expert_source(*weight_arrays()))
-        assert sink.nbytes == 0 and sink.held() == {}
-        targets = opened(sink).targets
-        assert opened(sink).targets is targets
-        assert sink.nbytes == targets.nbytes == 4 * (3 * 24 * 16 + 3 * 16 * 12)
-        assert set(sink.held()) == {"dw1", "dw2"}
-        assert all(
-            held.dtype == torch.float32 and not numpy(held).any() for held in targets.tensors()
-        )
-
-    def test_of_one_backward_where_nothing_waits(self):
-        """Nothing is kept of it, whatever the engine did to it."""
-        sink = GradientSink(per_expert_source(*weight_arrays()))
-        batches = [opened(sink) for _ in range(2)]
-        assert batches[0].targets is not batches[1].targets and sink.nbytes == 0
-        with pytest.raises(MemoryError):
-            sink.add(Failing(), None, batches[0])
-        sink.flush()
-        assert not any(numpy(gradient).any() for gradient in sink.close(batches[1]))
-
-    def test_release(self):
-        sink, _, _ = filled(per_expert_source(*weight_arrays()))
-        with pytest.raises(RuntimeError, match="never flushed"):
-            sink.release()
-        sink.flush()
-        sink.release()
-        assert sink.nbytes == 0
-        assert not numpy(opened(sink).targets.dw1).any()
+def test_memory_of_one_backward_where_nothing_waits():
+    """Nothing is kept of it, whatever the engine did to it."""
+    sink = GradientSink(per_expert_source(*weight_arrays()))
+    batches = [opened(sink) for _ in range(2)]
+    assert batches[0].targets is not batches[1].targets and sink.nbytes == 0
+    with pytest.raises(MemoryError):
+        sink.add(Failing(), None, batches[0])
+    sink.flush()
+    assert not any(numpy(gradient).any() for gradient in sink.close(batches[1]))
 
 
 NUMBERS = {"float32": 21, "bfloat16": 22, "float16": 23}
@@ -182,86 +136,43 @@ def require_launches(kernel, count):
     assert kernel is None or kernel.launches == count
 
 
-@pytest.mark.usefixtures("kernel")
-class TestFlush:
-    """By plain operations, and by one launch; tests/oracle has what parameters of every kind get."""
+@pytest.mark.parametrize(
+    ("make", "activation", "place", "times"),
+    pairwise(SOURCES, (SWIGLU, ActivationType.SILU), ("main_grad", *NUMBERS), (1, 2)),
+)
+def test_one_launch_has_the_same_bits(make, activation, place, times, monkeypatch):
+    """place: a `main_grad` that holds something, or the dtype of weights whose `.grad` is made. tests/oracle
+    has what plain operations give.
+    """
 
-    @each_source
-    @pytest.mark.parametrize("activation", [SWIGLU, ActivationType.SILU], ids=lambda a: a.value)
-    def test_adds_into_main_grad_in_place_and_once(self, make, activation):
-        source = make(*weight_arrays(activation=activation), activation)
-        main_grads = bind_main_grads(source, 0.5)
-        pointers = [data_ptr(held) for held in main_grads]
-        sink, dw1, dw2 = filled(source)
-        for _ in range(2):
-            sink.flush()
-            assert_gradients(source, *(np.float32(dw) + np.float32(0.5) for dw in (dw1, dw2)))
-        for weight, held, pointer in zip(source.parameters(), main_grads, pointers, strict=True):
-            assert weight.main_grad is held
-            assert data_ptr(held) == pointer
-            assert weight.grad is None
-        assert not sink.waiting
-        assert not any(numpy(held).any() for held in sink.held().values())
-
-    def test_nothing_to_flush_touches_nothing(self):
-        source = per_expert_source(*weight_arrays())
-        bind_main_grads(source, None)
-        sink_of(source).flush()
-        assert all(weight.main_grad is weight.grad is None for weight in source.parameters())
-
-    @pytest.mark.parametrize("wrong", ["dtype", "shape"])
-    def test_a_main_grad_that_does_not_fit_is_refused_before_anything_is_added(self, wrong):
-        source = per_expert_source(*weight_arrays())
-        main_grads = bind_main_grads(source)
-        last = source.parameters()[-1]
-        bad = np.zeros((12, 16) if wrong == "dtype" else (16, 12))
-        dtype, error = torch.float32, ShapeError
-        if wrong == "dtype":
-            dtype, error = torch.bfloat16, DTypeError
-        last.main_grad = tensor(bad, torch.float32).to(dtype)
-        words = r"main_grad (is bfloat16|has shape)"
-        with pytest.raises(error, match=words):  # where the first of them begins to wait
-            filled(source)
-        misfit, last.main_grad = last.main_grad, None
-        sink, dw1, _ = filled(source)
-        last.main_grad = misfit
-        with pytest.raises(error, match=words):
-            sink.flush()
-        assert grad_enabled()
-        assert sink.waiting
-        assert not any(numpy(held).any() for held in main_grads[:-1])
-        last.main_grad = tensor(np.zeros((12, 16)), torch.float32)
-        sink.flush()
-        np.testing.assert_array_equal(gradients_of(source, "main_grad")[0], dw1)
-
-    @each_source
-    def test_through_autograd_gradients_come_back_in_parameter_order(self, make):
-        source = make(*weight_arrays())
-        first = source.parameters()[0]
-        first.main_grad = tensor(np.zeros(tuple(first.shape)), torch.float32)
-        sink, dw1, dw2 = filled(source)
-        returned = flushed(source, GradientTargets.native(*sink.held().values()))
-        expected = [*dw1, *dw2] if make is per_expert_source else [dw1, dw2]
-        assert returned[0] is None
-        np.testing.assert_array_equal(numpy(first.main_grad), expected[0])
-        for got, want in zip(returned[1:], expected[1:], strict=True):
-            np.testing.assert_array_equal(numpy(got), want)
-        assert all(weight.grad is None for weight in source.parameters())
-
-
-@each_source
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("times", [1, 2])
-def test_one_launch_has_the_same_bits(make, dtype, times, monkeypatch):
     def grads(kernel):
         monkeypatch.setattr(flush, "kernel_for", lambda accumulator: kernel)
-        source = make(*weight_arrays(), SWIGLU, getattr(torch, dtype))
+        arrays, is_held = weight_arrays(activation=activation), place == "main_grad"
+        source = SOURCES[make](*arrays, activation, None if is_held else getattr(torch, place))
+        if is_held:
+            bind_main_grads(source, 0.5)
         for seed in range(times):
             filled(source, seed)[0].flush()
-        return [numpy(weight.grad) for weight in source.parameters()]
+        attribute = "main_grad" if is_held else "grad"
+        return [numpy(getattr(weight, attribute)) for weight in source.parameters()]
 
     for got, want in zip(grads(FlushByAddress()), grads(None), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_a_main_grad_that_does_not_fit_is_refused_before_anything_is_added(kernel):
+    source = per_expert_source(*weight_arrays())
+    main_grads, last = bind_main_grads(source), source.parameters()[-1]
+    last.main_grad = None
+    sink, dw1, _ = filled(source)
+    last.main_grad = main_grads[-1].to(torch.bfloat16)
+    with pytest.raises(DTypeError, match="main_grad is bfloat16"):
+        sink.flush()
+    assert grad_enabled() and sink.waiting
+    assert not any(numpy(held).any() for held in main_grads)
+    last.main_grad = main_grads[-1]
+    sink.flush()
+    np.testing.assert_array_equal(np.stack(list(map(numpy, main_grads[:3]))), dw1)
 
 
 def test_some_of_every_kind(kernel):
@@ -338,7 +249,9 @@ def test_experts_that_share_a_parameter_sum_their_gradients(kernel):
     for weight in {id(weight): weight for weight in source.parameters()}.values():
         del weight.main_grad
     sink, _, _ = filled(source)
-    returned = flushed(source, GradientTargets.native(*sink.held().values()))
+    parameters, native = source.parameters(), GradientTargets.native(*sink.held().values())
+    trained = [True] * len(parameters)
+    returned = flush_native(source, parameters, trained, native, through_autograd=True)
     rounded = tensor(total, torch.float32).to(torch.bfloat16)
     assert returned[3].dtype == torch.bfloat16 and returned[5] is None
     np.testing.assert_array_equal(numpy(returned[3]), numpy(rounded))
@@ -360,7 +273,8 @@ def test_a_launch_that_fails_binds_nothing_and_loses_nothing(make, monkeypatch):
     assert all(weight.main_grad is None for weight in source.parameters())
     monkeypatch.setattr(flush, "kernel_for", lambda accumulator: FlushByAddress())
     weights.flush()
-    np.testing.assert_array_equal(gradients_of(source, "main_grad")[0], dw1)
+    first = numpy(source.parameters()[0].main_grad)
+    np.testing.assert_array_equal(first, dw1[0] if first.ndim == 2 else dw1)
 
 
 def test_a_host_accumulator_has_no_kernel():
