@@ -5,7 +5,6 @@ when they are made again.
 
 from __future__ import annotations
 
-import copy
 import gc
 import pickle
 import weakref
@@ -118,15 +117,14 @@ class TestBackwardsThatAreLate:
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_a_node_is_pickled_without_what_it_prepared(arrangement):
-    """After a forward in FP8, whose codes no framework can pickle."""
+    """After a forward in FP8, whose codes no framework can pickle. node/test_copies_of_everything.py has what
+    copies compute.
+    """
     layer = Layer(make_problem(), arrangement=arrangement, config=FP8_CONFIG)
-    expected = numpy(layer.call().out)
+    layer.call()
     size = len(pickle.dumps(layer.node))
     layer.node._state.bound.drop()
     assert len(pickle.dumps(layer.node)) == size
-    for duplicate in (pickle.loads(pickle.dumps(layer.node)), copy.deepcopy(layer.node)):
-        layer.node = duplicate
-        assert np.array_equal(numpy(layer.call().out), expected)
 
 
 # Copies, whose parameters may be freed; tests/node/test_node_copies.py has their life through a node.
