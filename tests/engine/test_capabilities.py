@@ -266,14 +266,3 @@ def test_the_table_of_the_engines_is_that_of_the_records():
     header, *rows = rows_of_the_page()
     wanted = "\n".join([header, "|---" * (len(RECORDS) + 1) + "|", *rows])
     assert f"{wanted}\n\n" in page, f"docs/engines.md needs this table:\n{wanted}"
-
-
-def test_no_default_names_an_architecture():
-    """`DEFAULT_ARCH` is the one place."""
-    named = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in sorted((ROOT / "sonicmoe").rglob("*.py"))
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if re.search(r'= "sm_\d+a?"', line)
-    ]
-    assert named == []
