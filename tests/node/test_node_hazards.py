@@ -151,12 +151,6 @@ class TestParameters:
         return layer, projection.parametrizations.weight.original
 
 
-def written(layer):
-    """In place, as an optimizer does."""
-    problem = layer.problem
-    layer.overwrite(problem.but(up_gate=0 * problem.up_gate, down=0 * problem.down))
-
-
 def freed(layer, after="nothing"):
     """As PyTorch's sharding does: a storage resized to nothing, and back with other or the same
     values.
@@ -185,8 +179,7 @@ def cleared(layer, comes_back=False):
             values._share_buffer_to(weight)
 
 
-EVENTS = {"written": written}
-EVENTS |= (
+EVENTS = (
     {"cleared": cleared, "cleared and back": partial(cleared, comes_back=True)}
     if IS_PADDLE
     else {
@@ -199,8 +192,9 @@ EVENTS |= (
 
 
 class TestWeightsInBetween:
-    """Written or freed between a forward and its backward: gradients of the forward's weights. On a
-    GPU, where a native engine may read the parameters themselves, an error.
+    """Freed between a forward and its backward: gradients of the forward's weights. On a GPU, where a
+    native engine may read the parameters themselves, an error. autograd/test_what_a_backward_reads.py
+    has those that are written.
     """
 
     @pytest.mark.parametrize("case", pairwise(EVENTS, CONFIGS, ARRANGEMENTS), ids=str)
