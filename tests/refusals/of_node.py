@@ -327,9 +327,10 @@ NO_RECIPE = "reference engine computes without FP8 recipe"
 ROWS += rows(
     adapters,
     (TypeError, "adapters is tuple; needed: an Adapters, or None", {"change": tuple}),
+    (TypeError, r"^up is tuple; needed: a LowRank, or None", {"change": lambda pairs: pairs._replace(up=tuple(pairs.up))}),
     (ShapeError, r"^up.a has shape \(3, 5, 80\); needed: \[E, r", up("a", lambda a: a[:3])),
     (ShapeError, r"^up.a .* = \[4, 1 to 128, 80\]", up("a", lambda a: a[:, :, :79])),
-    (ShapeError, r"^up.b .* = \(4, 96, 5\)", up("b", lambda b: b[:, 2:])),
+    (ShapeError, r"^up.b .* = \(4, 96, 5\)", up("b", lambda b: b[:, 1:])),
     (ShapeError, r"^up.b .* = \(4, 96, 5\)", up("b", lambda b: b[:, :, :4])),
     (DTypeError, r"^up.a is int32; needed: bfloat16", up("a", lambda a: a.to(torch.int32))),
     (ConfigError, r"^up.scale is nan; needed: a finite", up("scale", lambda _: float("nan"))),

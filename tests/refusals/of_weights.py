@@ -17,7 +17,6 @@ from sonicmoe import layouts
 from sonicmoe.engine.bf16 import Bf16Engine
 from sonicmoe.engine.hopper import HopperEngine
 from sonicmoe.engine.interface import EngineWeights
-from sonicmoe.engine.low_rank import Adapters
 from sonicmoe.engine.reference import ReferenceEngine
 from sonicmoe.engine.settings import EngineSettings
 from sonicmoe.enums import ActivationType, layer_parameters
@@ -394,12 +393,6 @@ def engine_routing(experts=4, settings=PLAIN, others=None):
     replace(setup, routing=routing, settings=others or settings).forward()
 
 
-def engine_adapters():
-    setup = set_up(make_problem())
-    pair = Adapters(up=(None, None))
-    setup.engine.forward(setup.x, setup.routing, setup.weights.with_adapters(pair), PLAIN)
-
-
 def fp16_tokens():
     w1, w2 = (torch.zeros(shape).to(torch.bfloat16) for shape in ([2, 16, 16], [2, 16, 8]))
     routing = build_routing(torch.zeros([3, 1], dtype=torch.int64), torch.ones([3, 1]), 2)
@@ -427,7 +420,6 @@ ROWS += scenes(
     *((error, words.format("dout" if backward else "x"), partial(engine_tokens, backward, bad))
       for backward in (False, True) for error, words, bad in NO_TOKENS),
     (DTypeError, "x is float16; the weights are bfloat16", fp16_tokens),
-    (TypeError, r"^up is tuple; needed: a LowRank, or None", engine_adapters),
 )  # fmt: skip
 if not IS_PADDLE:
     META = torch.zeros((4, 2), device="meta")
