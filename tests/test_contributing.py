@@ -113,7 +113,12 @@ RECIPES = {
         ENGINE_TESTS, "table", ACTIVATION,
     ),
 }  # fmt: skip
-MARKS = {"A new kernel": [pytest.mark.slow, *NVCC], "A new activation": [pytest.mark.slow]}
+# Which are carried out on one copy: two that change different pages share an interpreter.
+TOGETHER = [
+    pytest.param(("A new flag", "A new activation"), marks=pytest.mark.slow),
+    pytest.param(("A new kernel",), marks=[pytest.mark.slow, *NVCC]),
+    ("A new architecture",),
+]
 
 
 @dataclass(frozen=True)
@@ -173,26 +178,36 @@ def python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return processes.run(arguments, {**os.environ, "PYTHONPATH": path}, tree, timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("name", [pytest.param(r, marks=MARKS.get(r, [])) for r in RECIPES])
-def test_a_recipe(name: str, tmp_path: Path) -> None:
-    recipe, tree = RECIPES[name], copy_of_the_tree(tmp_path)
-    for step in steps(name):
-        carry_out(step, tree)
-    if DEVICE_CODE in recipe.tests:
+@pytest.mark.parametrize("names", TOGETHER, ids=" and ".join)
+def test_recipes(names: tuple[str, ...], tmp_path: Path) -> None:
+    recipes, tree = [RECIPES[name] for name in names], copy_of_the_tree(tmp_path)
+    for name in names:
+        for step in steps(name):
+            carry_out(step, tree)
+    tests = {path for recipe in recipes for path in recipe.tests}
+    if DEVICE_CODE in tests:
         text = (tree / DEVICE_CODE).read_text()
         (tree / DEVICE_CODE).write_text(text.replace("CASES = {", f"CASES = {{{DEVICE_CASE}", 1))
-    program = textwrap.indent(recipe.program, "    ")
-    (tree / "tests" / "test_the_program.py").write_text(f"import os\ndef test_it():{program}")
-    asked = " or ".join(filter(None, ("test_the_program", recipe.asked, recipe.follows)))
-    files = dict.fromkeys((*recipe.tests, recipe.page, "tests/test_the_program.py"))
+    programs = "".join(
+        f"def test_{number}():{textwrap.indent(recipe.program, '    ')}"
+        for number, recipe in enumerate(recipes)
+    )
+    (tree / "tests" / "test_the_program.py").write_text(f"import os\n{programs}")
+    words = [word for recipe in recipes for word in (recipe.asked, recipe.follows) if word]
+    asked = " or ".join(["test_the_program", *words])
+    pages = {recipe.page: recipe.follows for recipe in recipes}
+    files = dict.fromkeys((*tests, *pages, "tests/test_the_program.py"))
     options = ("-m", "pytest", "-p", "no:cacheprovider", "-rpfE", "-k", asked)
     done = python(tree, *options, *files)
     ends = re.findall(r"^(PASSED|FAILED|ERROR) (\S+)::(.*)", done.stdout, flags=re.M)
-    # The tests of the page fail, because it has to list the new thing, and no other test does.
-    for_page = [(end, path == recipe.page and recipe.follows in name) for end, path, name in ends]
+    # The tests of the pages fail, because each has to list the new thing, and no other test does.
+    for_page = [(end, path in pages and pages[path] in name) for end, path, name in ends]
     assert set(for_page) == {("FAILED", True), ("PASSED", False)}, done.stdout + done.stderr
+    failed = {path.partition("::")[0] for end, path, _ in ends if end == "FAILED"}
+    assert failed == set(pages)
     passed = {path.partition("::")[0] for end, path, _ in ends if end == "PASSED"}
-    assert passed >= {"tests/test_the_program.py", *recipe.tests} - {recipe.page}
+    assert passed >= {"tests/test_the_program.py", *tests} - {*pages}
+    assert done.stdout.count("PASSED tests/test_the_program.py") == len(recipes)
 
 
 def test_a_new_activation_changes_five_files_of_the_package() -> None:
