@@ -24,7 +24,7 @@ def broken_on_host(case: Case, engine: str, bars: dict[str, float]) -> list[str]
     """`broken` over kernels of the host, and what is further from the reference engine than its bar."""
     scene = scene_of(case)
     found, wanted = run(case, scene, engine + ON_HOST), run(case, scene)
-    wrong = broken(case, engine + ON_HOST, found)
+    wrong = broken(case, engine + ON_HOST, found, scene)
     for name, got in found.items():
         error = np.linalg.norm(got - wanted[name]) / (np.linalg.norm(wanted[name]) or 1.0)
         if not error <= bars.get(name, bars["else"]):

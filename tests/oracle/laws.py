@@ -248,9 +248,16 @@ LAWS: dict[str, Callable[[Case, Scene, str], Iterator[Found | str]]] = {
 }
 
 
-def broken(case: Case, engine: str = "reference", found: Found | None = None) -> list[str]:
-    """What is wrong with a case, in words; nothing where it is sound. found: what a run of it gave."""
-    scene = scene_of(case)
+def broken(
+    case: Case,
+    engine: str = "reference",
+    found: Found | None = None,
+    scene: Scene | None = None,
+) -> list[str]:
+    """What is wrong with a case, in words; nothing where it is sound. found: what a run of it gave. scene:
+    its operands, where a caller has them.
+    """
+    scene = scene or scene_of(case)
     found = found or run(case, scene, engine)
     wrong = beyond_the_bars(case, scene, found)
     for again in LAWS[case.law](case, scene, engine):
