@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +64,17 @@ def test_drawn_cases(request):
         require_sound(case)
 
 
-def test_the_covering_set_has_every_value_and_few_cases():
+def pairs_of(cases):
+    """Of values, without K, which faces of one slot a token change."""
+    for case in cases:
+        values = ((name, getattr(case, name)) for name in AXES if name != "sizes")
+        yield from combinations([*values, ("sizes", case.sizes[:4])], 2)
+
+
+def test_the_covering_set_has_every_pair_and_value_and_few_cases():
     found = covering_set()
-    assert 200 <= len(found) <= 360
+    assert len(found) <= 260
+    assert {*pairs_of(drawn(200, 0, normal))} <= {*pairs_of(found)}
     for name, values in AXES.items():
         seen = {getattr(case, name) for case in found}
         missing = set(values) - seen
