@@ -20,13 +20,20 @@ from oracle.golden import golden, scene_of
 from oracle.held import storage_bytes
 from oracle.laws import LAWS, broken
 
+# Through Paddle the reference engine computes what it computes through PyTorch, and a law asks no more
+# of it there. So which function it is, with which numbers, and which part of an operand is loud need
+# not meet once more what else only numbers depend on, nor each law, nor each size. They meet every face,
+# arrangement, way of gradients, schedule and arrival.
+NUMBERS = ("activation", "own", "scene")
+OF_NUMBERS = (*NUMBERS, "recipe", "save_z", "fp8_wgrad", "iso_weight", "law", "sizes")
+APART = [(one, other) for one in NUMBERS for other in OF_NUMBERS if one != other]
 CORPUS = lines(Path(__file__).with_name("corpus.txt").read_text(encoding="utf-8"))
 
 
 @cache
 def covering_set() -> list[Case]:
     """Made by the first test of a process, because collecting tests should take no time."""
-    return covering(normal)
+    return covering(normal, apart=APART if IS_PADDLE else ())
 
 
 def problems(case: Case, engine: str = "reference") -> list[str]:
@@ -68,12 +75,14 @@ def pairs_of(cases):
     """Of values, without K, which faces of one slot a token change."""
     for case in cases:
         values = ((name, getattr(case, name)) for name in AXES if name != "sizes")
-        yield from combinations([*values, ("sizes", case.sizes[:4])], 2)
+        for one, other in combinations([*values, ("sizes", case.sizes[:4])], 2):
+            if not IS_PADDLE or {(one[0], other[0]), (other[0], one[0])}.isdisjoint(APART):
+                yield one, other
 
 
 def test_the_covering_set_has_every_pair_and_value_and_few_cases():
     found = covering_set()
-    assert len(found) <= 260
+    assert 100 <= len(found) <= 260
     assert {*pairs_of(drawn(200, 0, normal))} <= {*pairs_of(found)}
     for name, values in AXES.items():
         seen = {getattr(case, name) for case in found}
