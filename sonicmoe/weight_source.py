@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ from .interop import data_ptr, numel
 from .layouts import NATIVE, GateUp, WeightLayout, stack
 
 Tensor = torch.Tensor
+
+
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether both hold the same objects in one order. Nothing is compared by value: tensors and a
+    caller's modules may have an `==` of their own.
+    """
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 class StackedMatrices(Sequence[Tensor]):

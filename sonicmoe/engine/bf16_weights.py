@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import is_, or_
+from operator import or_
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from ..enums import ActivationType
 from ..interop import aligned, data_ptr
 from ..layouts import GateUp, StackedWeights, WeightLayout, stack
-from ..weight_source import StackedMatrices, WeightSource
+from ..weight_source import StackedMatrices, WeightSource, same_objects
 from .border import check_shapes
 from .expert_matrices import ExpertMatrices, may_stay_apart, tensors_of
 from .interface import EngineWeights
@@ -68,7 +68,7 @@ def are_lent(weights: EngineWeights, source: WeightSource) -> bool:
         halves = () if source.up_half is None else (source.up_half,)
         given = [side.stacked for side in (source.up, *halves, source.down)]
         read = [*tensors_of(weights.w1), *tensors_of(weights.w2)]
-        return len(given) == len(read) and all(map(is_, given, read))
+        return same_objects(given, read)
     return isinstance(weights.w1, ExpertMatrices)
 
 

@@ -118,11 +118,16 @@ class Adapters(NamedTuple):
         return tuple(map(own, self.factors, gradients))
 
     def native(self, layout: WeightLayout) -> Adapters:
-        """With `up.b` in native order, by operations that autograd sees."""
-        if self.up is None or not layout.split_half:
+        """With `up.b` in native order, by operations that autograd sees. A pair that has no such order stays
+        as it is, because `check`, which knows the weights, names what it needs.
+        """
+        if not (layout.split_half and isinstance(self.up, LowRank)):
             return self
         b = self.up.b
-        experts, outputs, rank = b.shape
+        shape = tuple(getattr(b, "shape", ()))
+        if len(shape) != 3 or shape[1] % 2:
+            return self
+        experts, outputs, rank = shape
         if b.is_contiguous():
             b = interleave_gate_up(b)
         else:  # experts lie beside each other, as peft's do: whole rows of them change places

@@ -21,6 +21,7 @@ import torch
 from ..enums import FirstBackward, FlushMode
 from ..errors import ConfigError
 from ..interop import holds_memory
+from ..weight_source import same_objects
 from .batch import ABSENT, GradientBatch
 
 Tensor = torch.Tensor
@@ -64,7 +65,7 @@ class Overwriting:
                 "since step(); needed: one setting for all backwards of an optimizer step"
             )
         if rule is FirstBackward.OVERWRITE:
-            if not _are_same(parameters, self._parameters):
+            if not same_objects(parameters, self._parameters):
                 self._refuse_shared(parameters)
                 self._claim(parameters)
         elif _owners:
@@ -172,7 +173,3 @@ def _keeps_sums(parameter: Tensor) -> bool:
 
 # Of each parameter whose first gradients are written, by id. A node that is dropped is none.
 _owners: WeakValueDictionary[int, Overwriting] = WeakValueDictionary()
-
-
-def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))

@@ -34,9 +34,7 @@ class Beside:
     """
 
     def __init__(self, biases: Given, adapters: Adapters | None, layer: ExpertParameters) -> None:
-        """Check biases and adapters, which may be part of a graph, against the layer."""
-        if adapters is not None:  # before anything reads the parts of a pair
-            adapters.check(*layer.native_shapes)
+        """Check the biases, which may be part of a graph, against the layer."""
         self._layout, self._adapters = layer.layout, adapters
         self.borrowed = Borrowed(named(biases, adapters))
         self.inputs = tuple([tensor for _, tensor in self.borrowed.named])

@@ -16,7 +16,6 @@ import logging
 import weakref
 from collections.abc import Sequence, Set
 from functools import partial
-from operator import is_
 
 import torch
 
@@ -27,6 +26,7 @@ from ..errors import ConfigError, LayoutError, StaleWeightsError, expect
 from ..interop import IS_PADDLE, grad_enabled, holds_memory, is_cuda, plain_ops
 from ..quant.format import BlockScaledTensor
 from ..quant.reference import transpose_storage
+from ..weight_source import same_objects
 from .cache import PreparedWeights, Reading
 from .changes import change_watchers, traces_of
 from .parameters import ExpertParameters, check_memory
@@ -163,7 +163,7 @@ class WeightCopies:
             )
         made_of = [reference() for reference in self._made_of]
         expect(
-            len(made_of) == len(parameters) and all(map(is_, made_of, parameters)),
+            same_objects(made_of, parameters),
             LayoutError,
             "the copies were made of other parameters than this layer has; needed: copies of these",
         )

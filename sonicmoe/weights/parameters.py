@@ -32,7 +32,7 @@ from ..errors import LayoutError, expect
 from ..interop import IS_PADDLE, data_ptr, holds_memory, require_framework_tensor
 from ..layouts import WeightLayout
 from ..refusals import need_dtype, need_shape
-from ..weight_source import WeightSource
+from ..weight_source import WeightSource, same_objects
 
 Tensor = torch.Tensor
 Matrices = tuple[int, int, int]
@@ -232,8 +232,7 @@ class PerExpertParameters(SeparateParameters):
         modules. A new module is checked as the first ones were.
         """
         given = list(self._given)
-        # By identity, for experts may compare by value. Nearly always all are the same.
-        if len(given) != len(self._seen) or not all(map(is_, given, self._seen)):
+        if not same_objects(given, self._seen):
             self._experts = self._checked(_local(given), len(self._experts))
             self._seen = given
         projections = _projections_of(self._experts)
@@ -285,7 +284,7 @@ class NumberedParameters(SeparateParameters):
             for module in self._modules
             for expert in range(self._count)
         ]
-        if len(held) != len(self._seen) or not all(map(is_, held, self._seen)):
+        if not same_objects(held, self._seen):
             self._check(held)
             self._seen = held
         # A view has no `main_grad`, and passes its gradient on.
