@@ -34,10 +34,11 @@ from sonicmoe.quant.recipes import RECIPES
 
 MX = EngineSettings(recipe=RECIPES["iso32-pow2"], save_z=ZCode.BF16)
 OURS = Mxfp8Engine()
+pytestmark = pytest.mark.usefixtures("mx_gemms")
 SIZES = 90, 160, 288
 
 
-@pytest.fixture(name="mx_gemms", autouse=True)
+@pytest.fixture(name="mx_gemms")
 def mx_gemms_fixture(monkeypatch):
     """Launches reach the host's GEMMs; every byte that nobody wrote is a NaN."""
     made = {}

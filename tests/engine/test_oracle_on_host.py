@@ -57,7 +57,9 @@ def with_every_value(among: list[Case]) -> list[Case]:
     [("hopper", HOPPER), ("bf16", HOPPER), ("mxfp8", QUACK)],
     indirect=["launches"],
 )
-def test_every_pair_of_values(engine, launches, part):
+def test_every_pair_of_values(engine, launches, part, request):
+    if engine == "mxfp8":
+        request.getfixturevalue("mx_gemms")
     check(engine, launches, cases(engine)[part::PARTS])
 
 

@@ -38,12 +38,14 @@ engines = pytest.mark.parametrize("engine", ["hopper", "bf16", "triton"])
 
 
 def few_kernels(case: Case, engine: str) -> Case:
-    """The case as the engine has it, of few kernels, because compilers take seconds for each: what else
-    they are made for than the activation comes with one activation, and every activation without it.
+    """The case as the engine has it, and so that all cases need few kernels, because a compiler takes
+    seconds for each. Kernels are made for an activation and for other properties, such as adapters. Here
+    every activation runs without those, and each combination of those runs with one activation.
     """
     case = normal(case, engine)
     half, adapted = case.dtype == "float16", case.adapters != "none"
-    # GEMMs of rows that are gathered first would double all others; seeds choose between sizes.
+    # Rows that are gathered before the GEMMs have kernels of their own, which would double the others.
+    # Another seed takes another size.
     if gathers_first(case.sizes[2]) and (half or adapted or case.bias):
         case = normal(replace(case, seed=case.seed + 1), engine)
     if engine == "hopper":

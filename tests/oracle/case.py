@@ -194,8 +194,8 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 Normal = Callable[[Case], Case]
 Value = tuple[str, Any]  # of an axis
-# How many pairs more a case must have that is worth its time: a graph is compiled, some laws make many
-# runs, and other schedules have two calls.
+# A case that takes longer is chosen where it has so many missing pairs more than another one. A graph has
+# to be compiled, some laws make many runs, and these schedules have two calls.
 COSTS: dict[Value, int] = {
     ("schedule", "graph"): 9, ("schedule", "two"): 2, ("schedule", "crossed"): 2, ("schedule", "checkpoint"): 2,
     ("law", "full"): 3, ("law", "face"): 3, ("law", "nonfinite"): 3, ("law", "arrangement"): 1,
@@ -225,7 +225,8 @@ def covering(normal: Normal, seed: int = 0, apart: Iterable[tuple[str, str]] = (
     for one, other in apart:
         missing.leave_out(one, other)
     chosen = []
-    for pair in reversed(drawn_with):  # those that few cases have first: others come beside them
+    # Rare pairs, which were drawn last, go first, because common ones come beside them.
+    for pair in reversed(drawn_with):
         if missing.has(*pair):
             chosen.append(missing.most_beside(sum(pair), drawn_with[pair], normal, rng))
             missing.remove(chosen[-1])
@@ -233,8 +234,10 @@ def covering(normal: Normal, seed: int = 0, apart: Iterable[tuple[str, str]] = (
 
 
 class _Missing:
-    """The pairs that no case has yet. A value is a bit, so that a case has few operations; beside: all
-    that are missing beside a value.
+    """The pairs that no case has yet. Each value of an axis is a bit, because one operation then asks for
+    all pairs of a value in a case.
+
+    bits: of each value. beside: the values, as a sum of bits, that no case has beside that of a bit.
     """
 
     def __init__(self) -> None:
@@ -268,8 +271,9 @@ class _Missing:
 
     def remove(self, case: Case) -> None:
         bits = self.bits_of(case)
+        others = ~sum(bits)
         for bit in bits:
-            self.beside[bit] &= ~sum(bits)
+            self.beside[bit] &= others
 
     def worth(self, case: Case) -> int:
         """How many missing pairs a case has, less its costs."""
@@ -294,9 +298,9 @@ class _Missing:
             if value == getattr(case, name):
                 continue
             changed = normal(replace(case, **{name: value}))
-            bits = sum(self.bits_of(changed))
-            if bits & pair == pair and self.worth(changed) > worth:
-                case, worth, whole = changed, self.worth(changed), bits
+            bits, gained = sum(self.bits_of(changed)), self.worth(changed)
+            if bits & pair == pair and gained > worth:
+                case, worth, whole = changed, gained, bits
         return case
 
 

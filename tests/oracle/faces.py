@@ -695,14 +695,14 @@ ENGINES: dict[str, dict[str, tuple[Any, ...]]] = {
     "bf16": ON_A_GPU | WITHOUT_CODES | {"recipe": ("none",)},
     "triton": ON_A_GPU | WITHOUT_CODES | {"recipe": ("none",)},
 }  # fmt: skip
-# Engines over kernels that the reference engine's own functions compute: what only moves numbers, and
-# what a stricter law has, finds nothing there.
+# The reference engine's own functions compute the kernels of these engines. So other scenes find nothing
+# there, because they only move numbers, nor do laws of which a stricter one runs.
 OF_ITS_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "scene": ("usual", "w1 unit"),
     "law": tuple(law for law in ON_A_GPU["law"] if law not in ("repeat", "scaled")),
 }
 EMULATED = {name + ON_HOST: OF_ITS_FUNCTIONS for name in ("hopper", "mxfp8")} | {
-    # Of no, of two and of one number, and without a gate: a kernel is compiled for one activation.
+    # A kernel is compiled for each activation. These have no, two and one number, or no gate.
     "bf16" + ON_HOST: OF_ITS_FUNCTIONS
     | {"activation": ("swiglu", "swiglu_oai", "swiglu_clamp", "relu_sq")}
 }

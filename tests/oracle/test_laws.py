@@ -20,10 +20,10 @@ from oracle.golden import golden, scene_of
 from oracle.held import storage_bytes
 from oracle.laws import LAWS, broken
 
-# Through Paddle the reference engine computes what it computes through PyTorch, and a law asks no more
-# of it there. So which function it is, with which numbers, and which part of an operand is loud need
-# not meet once more what else only numbers depend on, nor each law, nor each size. They meet every face,
-# arrangement, way of gradients, schedule and arrival.
+# The reference engine has the same arithmetic through Paddle as through PyTorch. So the axes that choose a
+# function, its numbers and loud operands need not meet there again the others on which only numbers
+# depend, nor each law, nor each size. They meet every face, arrangement, way of gradients, schedule and
+# arrival.
 NUMBERS = ("activation", "own", "scene")
 OF_NUMBERS = (*NUMBERS, "recipe", "save_z", "fp8_wgrad", "iso_weight", "law", "sizes")
 APART = [(one, other) for one in NUMBERS for other in OF_NUMBERS if one != other]
