@@ -27,8 +27,8 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Recipe:
-    """What must hold on the copy: files of tests pass, those of them that `asked` selects, and so does a
-    program as one more test; the test `follows` of a page fails.
+    """On the copy, the tests that `asked` selects from these files must pass, and so must a program as one more
+    test; the test `follows` of a page must fail.
     """
 
     tests: tuple[str, ...]
@@ -113,7 +113,8 @@ RECIPES = {
         ENGINE_TESTS, "table", ACTIVATION,
     ),
 }  # fmt: skip
-# Which are carried out on one copy: two that change different pages share an interpreter.
+# Recipes of one row are carried out on one copy. The first two share an interpreter, because they change
+# different pages.
 TOGETHER = [
     pytest.param(("A new flag", "A new activation"), marks=pytest.mark.slow),
     pytest.param(("A new kernel",), marks=[pytest.mark.slow, *NVCC]),

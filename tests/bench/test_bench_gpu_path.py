@@ -37,7 +37,7 @@ def log(monkeypatch):
     calls = []
 
     class Event:
-        """Its time is the length of the log when it was recorded; whoever waits for it lets the host
+        """Its time is the length of the log when it was recorded; a caller that waits for it lets the host
         stay ahead.
         """
 

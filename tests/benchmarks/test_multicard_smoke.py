@@ -29,7 +29,7 @@ def run(capfd, monkeypatch, tmp_path):
 
 @pytest.mark.trained
 def test_runs_over_gloo_and_reports(run):
-    """Both ways that tokens travel, and both of waiting."""
+    """Tokens travel in both ways, and the host waits or does not."""
     options = ["--precision=fp8-dispatch", "--hidden=256", "--no-wait"]
     code, figures, said = run("--steps", "4", *options)
     assert code == 0, said

@@ -158,7 +158,7 @@ def of_activation(step, activation):
 
 @pytest.mark.parametrize("activation", list(ActivationType))
 def test_every_activation(activation):
-    """In FP8; without it the stages are compared below."""
+    """The step runs in FP8; a test below compares the stages without it."""
     step = of_activation(make_step(bias=True), activation)
     report = bisect(step, "reference")
     assert report.healthy and report.missing == (), text_of(report)

@@ -1,4 +1,4 @@
-"""What the benchmark of a whole model through torchtitan counts."""
+"""The benchmark of a whole model through torchtitan counts its work."""
 
 from __future__ import annotations
 

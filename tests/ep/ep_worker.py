@@ -120,8 +120,8 @@ def results(exchange, folder):
 
 
 def exceeded(exchange):
-    """What this rank raises where the last one dispatches more rows than the bound, in its second
-    dispatch.
+    """The error, in words, that this rank raises where the last rank dispatches more rows than the bound.
+    That happens in the second dispatch.
     """
     rank = exchange.rank
     dispatcher = Dispatcher(FixedSizeTransport(EXPERTS, exchange, 12))
@@ -156,7 +156,7 @@ def run_rank(name, rank, folder):
 
 
 WORLDS = {"results": results, "dies": dies}
-# What, with how many ranks, and a number of its own.
+# A name of `WORLDS`, how many ranks it has, and a number that some of them take.
 FORKED = ["results 2", "results 4", "dies 4 2", "dies 2 4", "dies 2 5"]
 if not framework.IS_PADDLE and can_load_kernels():
     WORLDS |= symmetric_ranks.WORLDS

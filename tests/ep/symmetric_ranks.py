@@ -140,7 +140,7 @@ KERNELS = []  # a module, where it can be compiled here
 
 
 def load_kernels(folder):
-    """Before ranks are forked."""
+    """Load the kernels once, before ranks are forked."""
     if can_load_kernels():
         KERNELS.append(emulated_peers.kernels(folder))
 

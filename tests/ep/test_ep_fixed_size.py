@@ -1,4 +1,4 @@
-"""Dispatches that the host does not wait for: nothing waits, and what is refused. `test_ep_worlds.py` and
+"""Dispatches that the host does not wait for, and those that are refused. `test_ep_worlds.py` and
 `test_ep_fp8.py` have their bits, `test_ep_dispatchers.py` has the choice.
 """
 
@@ -124,7 +124,7 @@ def test_more_rows_than_the_bound_before_anything_is_sent(options):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_bounds_that_differ_between_ranks(framework, world_results):
-    """On all ranks, and none is left behind in a collective."""
+    """All ranks refuse them, and none is left behind in a collective."""
     for rank, result in enumerate(world_results(framework, 2)):
         lines = result["bounds"].tolist()
         assert len(lines) == (2 if framework == "paddle" else 4)

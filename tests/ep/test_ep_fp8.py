@@ -100,7 +100,7 @@ class TestAGradientPastAutograd:
         return node(received.x.float(), *given, dout_source=source), weights
 
     def test_experts_that_do_not_ask_get_nan_and_no_invented_gradient(self):
-        """Of which autograd carries two bytes."""
+        """Autograd carries two bytes of each gradient."""
         x, dispatcher, received = self.received()
         seen, out = [], received.x * 1.0
         out.register_hook(seen.append)

@@ -43,7 +43,7 @@ def test_so_do_ranks_over_symmetric_memory(fatal, place, forked_ranks):
 
 
 def require_one_sentence(codes, said, place, transport=""):
-    """That of each rank but the last one, which is gone."""
+    """Every rank says one sentence but the last one, which is gone."""
     *survivors, victim = codes
     assert victim in (9, -9)
     for rank, code in enumerate(survivors):

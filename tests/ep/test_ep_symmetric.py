@@ -21,7 +21,7 @@ pytestmark = HOST_MODULE
 
 @pytest.mark.parametrize("world", ["equals 2", "equals 8", "loads 4"])
 def test_rows_equal_the_collectives_and_more_than_max_load_is_said(world, forked_ranks):
-    """The ranks compare: `symmetric_ranks.py`."""
+    """The ranks compare their rows in `symmetric_ranks.py`."""
     codes, said = forked_ranks(world)
     assert not any(codes), said[-4000:]
 

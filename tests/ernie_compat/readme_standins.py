@@ -85,7 +85,7 @@ class Rig:
         losses = [self.model(batch) for batch in micro_batches]
         for loss in losses:
             loss.backward()
-        # What a reduction over ranks sees here, which must be every gradient.
+        # A reduction over ranks would read `main_grad` here, so every gradient must be in it.
         self.reduced = sum(float(p.main_grad.abs().sum()) for p in self.model.parameters())
         self.optimizer.step()
         self.optimizer.clear_grad()

@@ -49,7 +49,7 @@ def of_paddle(text, tmp_path_factory):
 @pytest.mark.trained
 @pytest.mark.paddle
 def test_twins_agree(of_paddle, text):
-    """In FP8; test_ernie_ranks.py has two ranks of Paddle beside PyTorch in fp32."""
+    """Both train in FP8; test_ernie_ranks.py has two ranks of Paddle beside PyTorch in fp32."""
     ours, twin = of_paddle["steps"], first_steps("torch", text)
     assert (ours["shapes"], ours["counts"]) == (twin["shapes"], twin["counts"])
     assert ours["held_out"] == pytest.approx(twin["held_out"], rel=FIRST)

@@ -138,7 +138,7 @@ def test_a_killed_rank_stops_the_others_with_one_line(world):
 
 
 def test_a_kill_between_two_checkpoints_leaves_a_run_that_continues(world):
-    """In one process, whose metrics were ahead of the checkpoint."""
+    """One process continues it, though the metrics were ahead of the checkpoint."""
     directory = world.directory / "killed"
     steps = [record.step for record in read_metrics(directory / METRICS_NAME)]
     header, saved = load_checkpoint(directory / CHECKPOINT_NAME)

@@ -83,7 +83,7 @@ def learner():
 
 
 def test_only_the_wide_products_are_narrow_and_move_a_step_little(corpus, monkeypatch):
-    """As on a GPU, run on the host."""
+    """The host runs the products as a GPU would."""
     batch = corpus.batch(1, 4, SIZES.seq_len, 0)
     wide = learner().train_step(batch, 1e-2)
     on_a_gpu = partial(dense_dtype_on, "cuda")

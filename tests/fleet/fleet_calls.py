@@ -1,5 +1,5 @@
-"""Calls of `run_sonic_moe` as PaddleFleet's experts make them, on weights in either layout, and what
-Fleet does to these between calls.
+"""Calls of `run_sonic_moe` as PaddleFleet's experts make them, on weights in either layout, and
+Fleet's changes to these between calls.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class TestE8M0:
         assert (2.0 ** (exponents - 127) <= largest).all()
 
     def test_bytes_follow_the_rule(self):
-        """And packed words hold four of them, the first lowest."""
+        """Packed words hold four bytes, the first one lowest."""
         for amax, wanted in ((448.0, 127), (449.0, 128), (1.0, 119), (2.0**-10, 109)):
             x = tensor(np.full((1, 32), amax), torch.float32)
             assert numpy(quantize_fast(x)[1]).tolist() == [[wanted]]

@@ -165,7 +165,7 @@ def test_operands_are_free_after_both_have_run(problem, monkeypatch, tasks):
 
 @pytest.mark.parametrize("overwrite_main_grad", [False, True])
 def test_main_grad_is_looked_up_when_it_runs(problem, overwrite_main_grad, tasks):
-    """And so is whether it is to be written."""
+    """The task also looks up then whether `main_grad` is to be written."""
     (_, wanted), experts = at_once(problem), Experts(problem)
     experts.call().backward()
     old = [weight.main_grad for weight in experts.weights]
@@ -195,7 +195,7 @@ def test_recompute(problem, reentrant):
 
 
 class TestTheHookIsAsked:
-    """At which points; what is not offered is complete when the backward returns, and Paddle fires the
+    """Gradients that are not offered to it are complete when the backward returns, and Paddle fires the
     hooks.
     """
 

@@ -1,5 +1,5 @@
-"""Fleet's layer through the double: layouts, gradients against plain experts, what travels, what
-schedules and optimizers do with it, and a hundred steps beside plain Paddle experts.
+"""Fleet's layer through the double: layouts, gradients against plain experts, forms of tokens
+that travel, schedules, optimizers, and a hundred steps beside plain Paddle experts.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def assert_near_plain_experts(fleet, config, batches, found, bound):
     ids=str,
 )
 def test_gradients_over_micro_batches(fleet, changes):
-    """Where it says which way of recompute, the whole layer is recomputed."""
+    """A case that names a way of recompute recomputes the whole layer."""
     changes, batches = dict(changes), micro_batches()
     again = {"use_reentrant": changes.pop("use_reentrant")} if "use_reentrant" in changes else {}
     layer, bound = layer_of(fleet, **changes), BOUNDS[changes.get("fp8")]
@@ -165,7 +165,7 @@ def test_freed_weights_leave_every_bit_as_it_was(fleet, form):
 
 
 def test_two_layers_on_one_pair_of_parameters(fleet):
-    """As MTP layers share them: gradients of both arrive, whoever changed the layout."""
+    """MTP layers share parameters so. Gradients of both arrive, whichever layer changed the layout."""
     first, second, alone = (layer_of(fleet, **FP8) for _ in range(3))
     lone = run(alone, micro_batches(1))
     for name in ("weight1", "weight2"):
@@ -180,7 +180,7 @@ def test_two_layers_on_one_pair_of_parameters(fleet):
 
 
 def losses_of(trainer):
-    """Of a hundred steps; every fourth has two micro-batches."""
+    """The losses of a hundred steps, of which every fourth has two micro-batches."""
     given = [model.micro_batches(step, 1 + (step % 4 == 0), 128) for step in range(100)]
     return np.array([trainer.step(batches) for batches in given])
 
@@ -196,7 +196,7 @@ def plain(fleet):
     [(None, 2e-4), ("e4m3", 2.5e-3)],  # the project's bar for its main job
 )
 def test_a_hundred_steps(fleet, plain, fp8, bound, record_property):
-    """By the mean loss of the last twenty."""
+    """The mean losses of the last twenty steps agree."""
     found = losses_of(model.sonic_trainer(fleet, config_of(fleet, fp8=fp8)))
     gap = found[-20:].mean() / plain[-20:].mean() - 1
     record_property("loss_gap_percent", round(100 * float(gap), 4))

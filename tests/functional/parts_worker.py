@@ -1,7 +1,7 @@
-"""What two ranks of sharded_worker.py do: each trains a small MoE under DDP and FSDP2 and compares it with
-one process that sees both ranks' batches; then it shards, offloads or wraps a layer or a part of it in
-every way of a table. What that returns, and the gradient of its tokens, is what the layer alone gives, or
-one sentence names the parameter and the module to wrap.
+"""Two ranks of sharded_worker.py each train a small MoE under DDP and FSDP2 and compare it with one process
+that sees both ranks' batches. Then they shard, offload or wrap a layer or a part of it in every way of a
+table. Its output and the gradient of its tokens are those of the layer alone, or one sentence names the
+parameter and the module to wrap.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Experts(torch.nn.Module):
 
 
 def check_a_node_whose_gradients_wait(rank: int) -> None:
-    """They cannot be reduced, and it says so."""
+    """Gradients that wait cannot be reduced, and the node says so."""
     module = Experts("step")
     fully_shard(module)
     module(batch(0, rank)[0]).sum().backward()

@@ -1,5 +1,5 @@
-"""`expert_mlp` over engine `bf16` on Hopper, whose GEMMs are computed on the host: whose memory a backward
-takes. engine/test_oracle_on_host.py has all numbers.
+"""`expert_mlp` over engine `bf16` on Hopper, whose GEMMs are computed on the host; and the memory that a
+backward takes. engine/test_oracle_on_host.py has all numbers.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_is_glu_as_upstreams_scripts_say_it():
 @MODES
 @pytest.mark.parametrize("inside", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_inference_keeps_nothing(inside, options, saves):
-    """Where it is asked for, and in either mode of PyTorch."""
+    """Inference is asked for, or it is a mode of PyTorch."""
     moe, (x, _), is_asked = make_layer(bias=True), batch(), inside is nullcontext
     x.requires_grad_()
     expected, expected_aux = moe(x, **options)

@@ -1,4 +1,4 @@
-"""What the kernel tests share: outputs that must be written, the error of each block of 128 rows, fp64
+"""Tests of kernels share these: outputs that must be written, the error of each block of 128 rows, fp64
 arithmetic on rows of experts, and destinations of weight gradients. Activations are those of the reference
 engine, which tests/engine compares with their definitions.
 """

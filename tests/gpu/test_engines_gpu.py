@@ -1,5 +1,5 @@
-"""What the engines do on a GPU beside the cases of tests/oracle: the same bits whoever computes a tile, counts
-that are wrong, and tensors of more than 2^31 elements.
+"""Engines on a GPU beside the cases of tests/oracle. Any part of the GPU computes the same bits, wrong counts
+lose rows and harm nothing else, and tensors may have more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ ENGINES = pytest.mark.parametrize(
 
 @ENGINES
 def test_the_same_bits_on_any_part_of_the_gpu(engine, settings):
-    """The work that a CTA gets depends on how many there are; 3: one cluster takes everything."""
+    """The work that a CTA gets depends on how many there are; with 3, one cluster takes
+    everything.
+    """
     case = make_case(4096, hidden=2048, intermediate=1408, experts=8, topk=4, empty=(), seed=20)
     wanted = run(case, engine, settings)
     for lent in (0,) * 8 + (3, 37, 100):
@@ -41,7 +43,7 @@ def test_the_same_bits_on_any_part_of_the_gpu(engine, settings):
 
 @ENGINES
 def test_counts_too_small_lose_rows_and_nothing_else(engine, settings):
-    """The offsets then pass the rows there are: no kernel may follow them."""
+    """The offsets then pass the rows there are, and no kernel may follow them."""
     case, counts = make_case(600, hidden=H, intermediate=I, invalid=0.0), [128] * 6
     routing = case.routing(counts)
     assert int(routing.padded_offsets[-1]) > routing.num_rows

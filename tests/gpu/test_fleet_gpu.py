@@ -1,5 +1,5 @@
-"""What PaddleFleet calls, through PyTorch on the Hopper engine, with copies of weights whose BF16 memory is
-freed.
+"""The calls of PaddleFleet run here through PyTorch on the Hopper engine, on copies of weights whose BF16
+memory is freed.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def test_gradients_that_are_added_at_once_hold_no_memory(config, options):
 
 
 def test_weights_that_change_without_a_step():
-    """By an optimizer that the node is not told of, and through `.data`, which moves no version
+    """The node is not told of the optimizer, and a write through `.data` moves no version
     counter.
     """
     made, (batch,) = layer(), batches_of(700)

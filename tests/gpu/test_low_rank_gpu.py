@@ -179,7 +179,7 @@ def test_a_nan_among_codes_is_seen(module, kind):
 
 
 def test_factors_are_padded_and_transposed(module):
-    """Whatever the order of their axes in memory; peft's experts come last."""
+    """Their axes may have any order in memory; in peft's the experts come last."""
     for order in itertools.permutations(range(3)):
         for shape, of_rank in (((13, 272), 0), ((272, 13), 1)):
             source = torch.randn((3, *shape), device=DEVICE)

@@ -73,7 +73,7 @@ def few_kernels(case: Case, engine: str) -> Case:
 
 @cache
 def covering_set(engine: str, folder: Path) -> list[Case]:
-    """Made by the first worker that asks."""
+    """The first worker that asks makes it for all."""
     made = folder / f"cases of {engine}"
     with FileLock(f"{made}.lock"):
         if not made.exists():

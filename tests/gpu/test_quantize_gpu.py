@@ -36,7 +36,7 @@ def device():
 
 
 def test_sizes_of_a_model(device):
-    """Of GPT-OSS, no multiples of 128."""
+    """The sizes of GPT-OSS are no multiples of 128."""
     source = user_weights((2, 2880, 2880), torch.bfloat16, HALVES, 0, device)
     weights = gpu.QuantizedWeights()
     weights.update(source)

@@ -28,7 +28,7 @@ def gather_elsewhere(weights):
 
 class Moving(faces.Sorted):
     def parameter(self, array):
-        """Alone in its memory."""
+        """The parameter is alone in its memory."""
         return torch.nn.Parameter(self.tensor(array).to(self.dtype))
 
     def backward(self, call):

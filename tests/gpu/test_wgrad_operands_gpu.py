@@ -55,8 +55,8 @@ def assert_bits(got, want, routing):
 
 
 def launched(name, inputs, row_token, padded_offsets, outputs=1):
-    """What a kernel of the module writes, `[C, R]`, into memory of 0xAB; the first of its inputs is
-    `[.., C]`.
+    """The outputs `[C, R]` that a kernel of the module writes into memory of 0xAB; the first of its inputs
+    is `[.., C]`.
     """
     shape = (inputs[0].shape[1], len(row_token))
     outs = [

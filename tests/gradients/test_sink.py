@@ -57,7 +57,7 @@ def freeze(weight):
 
 
 def test_memory_of_one_backward_where_nothing_waits():
-    """Nothing is kept of it, whatever the engine did to it."""
+    """The sink keeps nothing of it, whatever the engine did to it."""
     sink = GradientSink(per_expert_source(*weight_arrays()))
     batches = [opened(sink) for _ in range(2)]
     assert batches[0].targets is not batches[1].targets and sink.nbytes == 0

@@ -41,7 +41,7 @@ FOR_TUNING = ("torch", "transformers", "accelerate", "peft")
 
 
 def run(*lines: object, **variables: str) -> list[str]:
-    """What each of these scripts prints, with its arguments; they run in one process."""
+    """Run these scripts, each with its arguments, in one process; return the output of each."""
     result: subprocess.CompletedProcess[str] = processes.run(
         [IN_TURN, *lines], environment(**variables), ROOT, timeout=600
     )
@@ -79,7 +79,7 @@ SECTIONS = {
 MODEL = re.findall(r"```python\n(.*?)```", TUNING.split("\n## ")[0], flags=re.DOTALL)
 ON_TWO_RANKS = ("FSDP2", "Expert parallelism")
 
-# What the page says beside its snippets.
+# Statements of the page that its snippets do not check.
 COUNT_COPIES = """
 import sys
 sys.path.insert(0, "tests")
@@ -144,7 +144,7 @@ def of_one_process() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each script and page of PyTorch prints, by its name, all in one process: importing
+    """The output of each script and page of PyTorch, by its name. All run in one process, because importing
     transformers takes longer than most of them.
     """
     folder, lines = tmp_path_factory.mktemp("model"), [f"{EXAMPLES}/{n}" for n in LEARN_A_FUNCTION]
@@ -225,7 +225,7 @@ def test_an_adapter_is_trained_and_loaded_by_peft_alone(printed: dict[str, list[
 @pytest.mark.paddle
 @pytest.mark.trained
 def test_paddle_trains_and_a_saved_run_continues(tmp_path: Path) -> None:
-    """And every Paddle snippet of a page is a program."""
+    """Every Paddle snippet of a page is a program, too, and runs beside it."""
     snippets = snippets_of("migrating", of_paddle=True)
     pages = [written(tmp_path, f"{n}", snippet) for n, snippet in enumerate(snippets)]
     script = f"{EXAMPLES}/train_paddle.py"

@@ -224,8 +224,8 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_is_frozen():
 
 
 def bf16_weights():
-    """Those of experts that live in this process. They stay alive here, so that no later one is taken for
-    one of them.
+    """The weights of experts that live in this process now. The caller holds them, so that no later weight
+    is taken for one of them.
     """
     alive = [t for t in gc.get_objects() if type(t) is torch.nn.Parameter and t.ndim == 3]
     return {t for t in alive if t.dtype == torch.bfloat16 and not t.is_meta}

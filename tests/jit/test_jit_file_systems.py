@@ -77,7 +77,7 @@ def test_disk_that_fills_up_in_a_compile_goes_to_the_node(field, own_words):
 
 
 def test_rename_visible_late_is_waited_for(cache, field, key, compiler, monkeypatch):
-    """What one host publishes another one sees later, although it already holds the lock."""
+    """A host sees an artefact of another one late, although it already holds the lock."""
     monkeypatch.setattr(reader_module, "VISIBILITY_TIMEOUT_S", 10.0)
     names, shows_at = files_module.names, time.monotonic() + 0.5
 

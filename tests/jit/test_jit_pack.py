@@ -86,7 +86,7 @@ def test_what_cannot_be_written_leaves_nothing(cache, field, monkeypatch):
 
 
 def test_damage_is_refused_or_of_no_consequence(packed, elsewhere):
-    """What does not reach a kernel, as the date of a file, may pass."""
+    """Bytes that do not reach a kernel, such as the date of a file, may pass."""
     damaged = variants(packed.read_bytes(), 20261122, MUTATIONS, BYTE_KINDS)
     refused = 0
     for number, (_, content) in enumerate(damaged):

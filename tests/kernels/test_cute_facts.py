@@ -26,7 +26,7 @@ ROWS, BLOCKS = 256, 12  # 2 x 3 atoms
 
 @pytest.fixture(scope="module")
 def facts(artefacts):
-    """Kept, because importing CuTe DSL takes seconds."""
+    """The facts are kept, because importing CuTe DSL takes seconds."""
     script = Path(__file__).with_name("cute_facts.py")
     ours = ROOT / "sonicmoe/kernels/blackwell/quack_epilogues.py", ROOT / "sonicmoe/enums.py"
     versions = package_versions("nvidia-cutlass-dsl", "quack-kernels", "torch")

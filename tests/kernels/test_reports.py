@@ -1,4 +1,4 @@
-"""What ptxas reports where it spills nothing. tests/jit compiles a kernel that spills."""
+"""Losses other than spills that ptxas reports are named. tests/jit compiles one that spills."""
 
 from __future__ import annotations
 

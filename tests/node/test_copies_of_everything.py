@@ -49,7 +49,7 @@ each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 class Subject:
-    """What computes, on arguments; and its states in two steps, each ended by `step`."""
+    """A node or module and its arguments; it computes its states over two steps, each ended by `step`."""
 
     def __init__(self, held, step, *arguments, **options):
         self.held, self.step = held, step

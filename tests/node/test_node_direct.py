@@ -1,5 +1,5 @@
-"""What decides that weight gradients go straight into `main_grad`; and experts without a row in a batch, whose
-gradients are zeros, or none where that is asked for.
+"""Weight gradients go straight into `main_grad` where its memory allows that. Experts without a row in a batch
+have gradients of zeros, or none where that is asked for.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TestWhatDecides:
         ("wrong", "arrangement", "flush"), pairwise(WRONG, LAST_WEIGHT, FLUSHES)
     )
     def test_a_main_grad_that_nothing_can_be_added_to_is_refused(self, wrong, arrangement, flush):
-        """Also in the place of one that was added to."""
+        """The refusal also comes where it replaces one that was added to."""
         layer = Layer(arrangement=arrangement, flush=flush, main_grad=0.0)
         layer.step()
         layer.zero_main_grad()
@@ -151,7 +151,7 @@ class TestCaptures:
 @pytest.mark.parametrize("counts", ["list", "none"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_idle_experts_have_none_as_in_a_loop_over_the_others(shared, counts):
-    """So no optimizer decays them. A weight that a busy expert shares has its gradient."""
+    """No optimizer decays them then. A weight that a busy expert shares has its gradient."""
     idle_expert = 2  # of which no token is
     layers = [Layer(idle_grads=asked) for asked in (False, True)]
     for layer in layers:

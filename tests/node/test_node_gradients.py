@@ -183,10 +183,10 @@ class Loop:
             self.held = [np.zeros(tuple(weight.shape)) for weight in self.weights]
             self.cleared()
 
-    # What happens to the layer and its nodes.
+    # Events that change the layer or its nodes.
 
     def exchanged(self):
-        """As balancing does. A gradient belongs to the weight that it was computed for."""
+        """Balancing exchanges experts so. A gradient belongs to the weight that it was computed for."""
         experts = self.layer.experts
         experts[0], experts[1] = experts[1], experts[0]
         self.is_exchanged = not self.is_exchanged

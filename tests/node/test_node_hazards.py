@@ -120,7 +120,7 @@ class TestInsideOtherBackwards:
 
 
 class TestParameters:
-    """That are results of operations; test_node_gradients.py has experts that changed places."""
+    """Some are results of operations; test_node_gradients.py has experts that changed places."""
 
     @only_torch
     @every_flush

@@ -305,7 +305,7 @@ class _Missing:
 
 
 def _value_of(name: str, value: Any) -> Value:
-    """K is left out: faces that have one slot a token have no other K."""
+    """K is left out, because faces that have one slot a token have no other K."""
     return name, value[:4] if name == "sizes" else value
 
 

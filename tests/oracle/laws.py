@@ -254,8 +254,8 @@ def broken(
     found: Found | None = None,
     scene: Scene | None = None,
 ) -> list[str]:
-    """What is wrong with a case, in words; nothing where it is sound. found: what a run of it gave. scene:
-    its operands, where a caller has them.
+    """The faults of a case, in words; none where it is sound. found: the results of a run, where a caller
+    has them. scene: its operands, where a caller has them.
     """
     scene = scene or scene_of(case)
     found = found or run(case, scene, engine)

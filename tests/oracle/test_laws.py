@@ -72,7 +72,7 @@ def test_drawn_cases(request):
 
 
 def pairs_of(cases):
-    """Of values, without K, which faces of one slot a token change."""
+    """Every pair of values. K is left out, because faces with one slot a token change it."""
     for case in cases:
         values = ((name, getattr(case, name)) for name in AXES if name != "sizes")
         for one, other in combinations([*values, ("sizes", case.sizes[:4])], 2):

@@ -1,4 +1,4 @@
-"""What activation recompute around the node keeps. tests/oracle has the bits of the node, and
+"""Activation recompute around the node keeps no z between the passes. tests/oracle has the bits of the node, and
 tests/fleet/test_double.py recomputes a whole layer, router included.
 """
 

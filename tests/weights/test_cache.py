@@ -117,7 +117,7 @@ class TestBackwardsThatAreLate:
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_a_node_is_pickled_without_what_it_prepared(arrangement):
-    """After a forward in FP8, whose codes no framework can pickle. node/test_copies_of_everything.py has what
+    """Its forward ran in FP8, and no framework can pickle those codes. node/test_copies_of_everything.py has what
     copies compute.
     """
     layer = Layer(make_problem(), arrangement=arrangement, config=FP8_CONFIG)

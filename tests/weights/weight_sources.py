@@ -30,7 +30,7 @@ def weight_arrays(experts=3, hidden=16, intermediate=12, activation=SWIGLU, seed
 
 
 def expert_modules(up_gate, down, dtype=None):
-    """What the node reads of one ERNIE expert each. These compare by value, as a user's may."""
+    """ERNIE's experts, with all that a node reads of them. They compare by value, as a user's may."""
     held = (
         [parameter(np.float32(array), dtype) for array in pair]
         for pair in zip(up_gate, down, strict=True)
